@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=500, help="to read (default: 500)")
     options = parser.parse_args()
     source = ShardSource(record=ShardRecord.find(options.data_dir, options.name))
-    dataset = source.train_dataset(BatchSlice(GLOBAL_BATCH, 42, num_steps=options.batches))
+    dataset = source.train_dataset(BatchSlice(GLOBAL_BATCH, 42)).take(options.batches)
     for number, _ in enumerate(dataset, 1):
         if number in (1, options.batches):
             print(json.dumps({"batch": number, "time": time.time()}), flush=True)

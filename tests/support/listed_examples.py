@@ -63,5 +63,6 @@ def ranges(split: str, shard: Shard) -> tf.data.Dataset:
 def steps(source: Source, first: int, count: int, replicas: int = 1, own: range | None = None) -> list[Any]:
     """Return the first feature of every example of some steps, a list for each batch of each of the own replicas."""
     own = own or range(replicas)
-    dataset = source.train_dataset(BatchSlice(6, 7, first, count, Replicas(replicas, own.start, len(own))))
+    batches = source.train_dataset(BatchSlice(6, 7, first, Replicas(replicas, own.start, len(own))))
+    dataset = batches.take(count * len(own))
     return [batch.features[:, 0].numpy().astype(int).tolist() for batch in dataset]

@@ -3,7 +3,7 @@
     <data_dir>/arrays/<name>-<version>/
         arrays.json  train_features.bin  train_labels.bin  [train_weights.bin]  test_features.bin  test_labels.bin ...
 
-In C order, little endian, without a header. A task reads them inside its graph (`train.data.indexed.load_examples`), as
+In C order, little endian, without a header. A task reads them inside its graph (`train.data.feeds.load_examples`), as
 remote parameter-server workers must. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of
 every task.
 
@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from cluster.system.errors import UsageError, nearest
 from train import named
@@ -54,13 +54,9 @@ TEXTS = ("jargon_file",)
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRecord(DatasetRecord):
-    """A dataset in arrays; each file of a split has one of its `leaves`, of all examples.
+    """A dataset in arrays; each file of a split has one of its `leaves`, of all examples."""
 
-    `source` names the source of its contents.
-    """
-
-    form = "arrays"
-    source: str
+    kind = "arrays"
 
     @classmethod
     def newest_version(cls, data_dir: Path, name: str) -> str:
@@ -72,29 +68,17 @@ class ArrayRecord(DatasetRecord):
         return VERSIONS[name]
 
     @classmethod
-    def from_json(cls, folder: Path, value: Mapping[str, Any]) -> Self:
-        def split(parts: Mapping[str, Any]) -> Split:
-            files = []
+    def parse_split(cls, folder: Path, value: Mapping[str, Any], split: str) -> Split:
+        files = []
 
-            def array(entry: Mapping[str, Any]) -> Leaf:
-                count, *shape = entry["shape"]
-                leaf = Leaf(tuple(shape), entry["dtype"])
-                files.append(DataFile.from_entry(folder, entry, count, count * leaf.size_bytes))
-                return leaf
+        def array(entry: Mapping[str, Any]) -> Leaf:
+            count, *shape = entry["shape"]
+            leaf = Leaf(tuple(shape), entry["dtype"])
+            files.append(DataFile.from_entry(folder, entry, count, count * leaf.size_bytes))
+            return leaf
 
-            example = {name: parse_part(part, array) for name, part in parts.items()}
-            return Split(files[0].num_examples, example, tuple(files))
-
-        return cls(
-            name=value["name"],
-            version=value["version"],
-            classes=named.each(tuple, value["classes"]),
-            num_outputs=value["num_outputs"],
-            train=split(value["splits"]["train"]),
-            test=split(value["splits"]["test"]),
-            source=value["source"],
-            source_files=value["source_files"],
-        )
+        example = {name: parse_part(part, array) for name, part in value["splits"][split].items()}
+        return Split(files[0].num_examples, example, tuple(files))
 
     def cut(self, context: int) -> ArrayRecord:
         """Return a text with examples of `context` bytes, a divisor of `WINDOW`, from the same files; others as is."""
@@ -130,7 +114,7 @@ def write_arrays(
     with store.new_folder(data_dir, "arrays", name, version) as folder:
         index["splits"] = {
             split: {
-                part: _write_part(folder, f"{split}_{part}", part_arrays, DTYPES[part])
+                part: _write_part(folder / f"{split}_{part}.bin", part_arrays, DTYPES[part])
                 for part, part_arrays in zip(DTYPES, arrays, strict=False)  # weights may be missing
             }
             for split, arrays in splits.items()
@@ -147,13 +131,9 @@ def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
     return len(classes) or 1 + max(int(array.max()) for array in labels)
 
 
-def _write_part(folder: Path, stem: str, arrays: Named, dtypes: tuple[str, ...]) -> dict[str, Any]:
-    if isinstance(arrays, Mapping):
-        return {name: _write_array(folder / f"{stem}_{name}.bin", array, dtypes) for name, array in arrays.items()}
-    return _write_array(folder / f"{stem}.bin", arrays, dtypes)
-
-
-def _write_array(path: Path, array: np.ndarray, dtypes: tuple[str, ...]) -> dict[str, Any]:
+def _write_part(path: Path, array: Named, dtypes: tuple[str, ...]) -> dict[str, Any]:
+    if isinstance(array, Mapping):
+        return {name: _write_part(path.with_stem(f"{path.stem}_{name}"), item, dtypes) for name, item in array.items()}
     from train.data import blocks  # imports TensorFlow
 
     if array.dtype.name not in dtypes:

@@ -15,6 +15,9 @@ from cluster.system.errors import UsageError
 from train.data.dataset_record import Split
 from train.named import Named
 
+INFINITE = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+"""Declares a dataset as infinite. Only then does a distributed dataset keep the shapes of its batches."""
+
 EVAL_CACHE_BYTES = 1 << 30
 """Largest part of the test examples that a task keeps in memory."""
 
@@ -89,20 +92,18 @@ class VirtualShards:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """The training batches of one input pipeline: for each step, one batch for each of its replicas.
+    """The infinite training batches of one input pipeline: for each step, one batch for each of its replicas.
 
     Attributes:
         global_batch: examples of one update over all replicas; a multiple of their number.
         seed: seed of the order.
         first_step: optimizer updates done before.
-        num_steps: optimizer updates to do; None for infinite batches.
         replicas: the replicas of the pipeline.
     """
 
     global_batch: int
     seed: int
     first_step: int | tf.Tensor = 0
-    num_steps: int | None = None
     replicas: Replicas = field(default_factory=Replicas)
 
     def __post_init__(self) -> None:
@@ -115,11 +116,6 @@ class BatchSlice:
     def replica_batch(self) -> int:
         """Examples of one replica at one step."""
         return self.global_batch // self.replicas.total
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches, or `tf.data.INFINITE_CARDINALITY`."""
-        return tf.data.INFINITE_CARDINALITY if self.num_steps is None else self.num_steps * self.replicas.count
 
 
 def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) -> int:
@@ -164,13 +160,11 @@ def eval_dataset(
 
 def by_step(
     batch: Callable[[tf.Tensor, tf.Tensor], Batch],
-    num_batches: int,
+    positions: tf.data.Dataset,
     replicas: Replicas,
     first_step: int | tf.Tensor = 0,
 ) -> tf.data.Dataset:
-    """Return a dataset with one batch for each replica, step by step."""
-    endless = num_batches == tf.data.INFINITE_CARDINALITY
-    positions = tf.data.Dataset.counter() if endless else tf.data.Dataset.range(num_batches)
+    """Return a dataset with one batch for each replica, step by step; `positions` counts the batches from 0."""
 
     def at(position: tf.Tensor) -> Batch:
         return batch(first_step + position // replicas.count, replicas.first + position % replicas.count)
@@ -181,8 +175,7 @@ def by_step(
 
 def rebatch(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Cut or join infinite batches to batches of `size` examples, in the same order."""
-    infinite = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
-    return without_sharding(batches.rebatch(size, drop_remainder=True).apply(infinite))
+    return without_sharding(batches.rebatch(size, drop_remainder=True).apply(INFINITE))
 
 
 def without_sharding(dataset: tf.data.Dataset) -> tf.data.Dataset:

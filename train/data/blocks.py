@@ -59,11 +59,11 @@ def explain(error: Exception) -> RunFailed | None:
 
 def damage_error(path: Path, block: int) -> RunFailed:
     """Return the error of a damaged block, with the command that fixes it."""
-    form = path.parent.parent.name
-    name = json.loads((path.parent / f"{form}.json").read_text(encoding="utf-8"))["name"]
+    kind = path.parent.parent.name
+    name = json.loads((path.parent / f"{kind}.json").read_text(encoding="utf-8"))["name"]
     return RunFailed(
         f"{path} is damaged in block {block} (from byte {block * BLOCK_BYTES}): it has changed since it was prepared; "
-        f"{advice(form, name)}, then start again"
+        f"{advice(kind, name)}, then start again"
     )
 
 

@@ -1,10 +1,10 @@
 """The record of a dataset: the form of its examples, and the files that hold them.
 
-    <data_dir>/<form>/<name>-<version>/<form>.json    the record, beside the files that it lists
-    <data_dir>/<form>/<name>-<version>.json           the record of a dataset without files
-    <data_dir>/<form>/<name>.json                     the newest version
+    <data_dir>/<kind>/<name>-<version>/<kind>.json    the record, in the folder of the files that it lists
+    <data_dir>/<kind>/<name>-<version>.json           the record of a dataset without files
+    <data_dir>/<kind>/<name>.json                     the newest version
 
-A dataset has one of three forms: arrays (`train/data/arrays.py`), shards (`train/data/shards.py`), or a function
+There are three kinds: arrays (`train/data/arrays.py`), shards (`train/data/shards.py`), or a function
 (`train/data/function/calling.py`). Standard library only: finding and verifying prepared data needs neither NumPy nor
 TensorFlow.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -46,8 +46,8 @@ STORED = {
 """The types in which features of other types are stored; only float64 loses precision."""
 ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4}
 
-FORMS = {"arrays": ("prepare", "prepared"), "shards": ("shard", "sharded"), "functions": ("examine", "examined")}
-"""The command of `data.` that prepares a dataset in each form, and its participle."""
+COMMANDS = {"arrays": "data.prepare", "shards": "data.shard", "functions": "data.examine"}
+"""The command that prepares a dataset of each kind."""
 
 BLOCK_BYTES = 4 << 20
 """Size of the blocks by which files are checked, see `train/data/blocks.py`; a file's last one may be smaller."""
@@ -130,7 +130,7 @@ class DatasetRecord(abc.ABC):
         source_files: the original files, below the data folder, with their sha256.
     """
 
-    form: ClassVar[str]
+    kind: ClassVar[str]
     name: str
     version: str
     classes: Named
@@ -168,28 +168,35 @@ class DatasetRecord(abc.ABC):
         )
 
     @classmethod
-    @abc.abstractmethod
     def from_json(cls, folder: Path, value: Mapping[str, Any]) -> Self:
         """Return the record from its JSON; `folder` has its files."""
+        parsed = {known.name: value[known.name] for known in fields(cls) if known.name in value}
+        parsed |= {split: cls.parse_split(folder, value, split) for split in SPLITS}
+        return cls(**parsed | {"classes": named.each(tuple, value["classes"])})
+
+    @classmethod
+    @abc.abstractmethod
+    def parse_split(cls, folder: Path, value: Mapping[str, Any], split: str) -> Split:
+        """Return a split from the JSON of the record."""
 
     @classmethod
     def path(cls, data_dir: Path, name: str, version: str) -> Path:
-        return store.path_of(data_dir, cls.form, name, version) / f"{cls.form}.json"
+        return store.path_of(data_dir, cls.kind, name, version) / f"{cls.kind}.json"
 
     @classmethod
     def newest_version(cls, data_dir: Path, name: str) -> str:
-        path, fix = store.pointer_of(data_dir, cls.form, name), f"run `{command(cls.form, name)}`"
-        missing = f"{name} is not {FORMS[cls.form][1]}: there is no {path}; {fix}"
+        path, fix = store.pointer_of(data_dir, cls.kind, name), f"run `{command(cls.kind, name)}`"
+        missing = f"{name} is not prepared: there is no {path}; {fix}"
         return store.read_index(path, lambda value: str(value["version"]), missing, fix)
 
     @classmethod
     def find(cls, data_dir: Path, name: str, version: str = "") -> Self:
         """Find a dataset, by default its newest version, and compare the size of every file with its record."""
         version = version or cls.newest_version(data_dir, name)
-        path, fix = cls.path(data_dir, name, version), f"run `{command(cls.form, name)}`"
+        path, fix = cls.path(data_dir, name, version), f"run `{command(cls.kind, name)}`"
         if is_user_dataset(name):  # of which the command may make another version
-            fix = f"copy {path.with_suffix('')} from where it is, or {fix}"
-        missing, again = f"{name} {version} is not {FORMS[cls.form][1]} in {data_dir}; {fix}", advice(cls.form, name)
+            fix = f"copy {store.path_of(data_dir, cls.kind, name, version)}* from where it is, or {fix}"
+        missing, again = f"{name} {version} is not prepared in {data_dir}; {fix}", advice(cls.kind, name)
         record = store.read_index(path, partial(cls.from_json, path.parent), missing, again)
         for file in record.files:
             size_bytes = file.path.stat().st_size if file.path.is_file() else 0
@@ -216,17 +223,17 @@ class DatasetRecord(abc.ABC):
                 differing.append(str(path))
         if differing:
             changed = ", ".join(differing)
-            raise RunFailed(f"{changed}: changed since they were prepared; {advice(self.form, self.name)}")
+            raise RunFailed(f"{changed}: changed since they were prepared; {advice(self.kind, self.name)}")
 
 
-def command(form: str, name: str) -> str:
-    """Return the command that prepares a dataset in a form."""
-    return f"{COMMAND} data.{FORMS[form][0]} --name {name}"
+def command(kind: str, name: str) -> str:
+    """Return the command that prepares a dataset."""
+    return f"{COMMAND} {COMMANDS[kind]} --name {name}"
 
 
-def advice(form: str, name: str) -> str:
+def advice(kind: str, name: str) -> str:
     """Return the advice about damaged files of a dataset."""
-    return f"run `{command(form, name)} --fresh`"
+    return f"run `{command(kind, name)} --fresh`"
 
 
 def is_user_dataset(name: str) -> bool:

@@ -10,9 +10,9 @@ from train.config import TrainConfig
 from train.data import blocks
 from train.data.arrays import ArrayRecord
 from train.data.dataset_record import SPLITS
+from train.data.feeds import ArraySource
 from train.data.function import reading
 from train.data.function.calling import DATASET, FunctionRecord
-from train.data.indexed import ArraySource
 from train.data.shards import ShardRecord
 from train.data.sources import Source
 from train.data.stream import ShardSource
@@ -46,7 +46,7 @@ def _open_version(config: TrainConfig, data_dir: Path, version: str = "") -> Sou
     if config.source == "memory":
         return ArraySource(record=ArrayRecord.find(data_dir, config.dataset, version).cut(config.transformer.context))
     record = FunctionRecord.find(data_dir, config.dataset, version)
-    if record.result == DATASET:
+    if record.form == DATASET:
         return reading.FunctionSource(record=record, data_dir=data_dir)
     for split in SPLITS:
         reading.open_split(record, split, data_dir, config.seed)

@@ -14,7 +14,7 @@ a tenth of a millisecond in every epoch.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from cluster.system.errors import ClusterError
 from train.data.arrays import ArrayRecord
@@ -28,7 +28,7 @@ class ShardRecord(DatasetRecord):
     `asked` has the options of `shard` with which it was written.
     """
 
-    form = "shards"
+    kind = "shards"
     asked: Mapping[str, Any]
 
     @property
@@ -36,24 +36,13 @@ class ShardRecord(DatasetRecord):
         return f", in {len(self.train.files)} and {len(self.test.files)} shards"
 
     @classmethod
-    def from_json(cls, folder: Path, value: Mapping[str, Any]) -> Self:
+    def parse_split(cls, folder: Path, value: Mapping[str, Any], split: str) -> Split:
         example = {part: Leaf.from_json(value[part]) for part in ("features", "labels")}
-
-        def split(name: str, more: Mapping[str, Leaf]) -> Split:
-            files = tuple(
-                DataFile.from_entry(folder, entry, entry["examples"], entry["bytes"]) for entry in value["splits"][name]
-            )
-            return Split(sum(file.num_examples for file in files), {**example, **more}, files)
-
-        return cls(
-            name=value["name"],
-            version=value["version"],
-            classes=tuple(value["classes"]),
-            num_outputs=value["num_outputs"],
-            train=split("train", {"weights": Leaf((), "float32")} if value["weighted"] else {}),
-            test=split("test", {}),
-            asked=value["asked"],
-        )
+        if value["weighted"] and split == "train":
+            example["weights"] = Leaf((), "float32")
+        entries = value["splits"][split]
+        files = tuple(DataFile.from_entry(folder, entry, entry["examples"], entry["bytes"]) for entry in entries)
+        return Split(sum(file.num_examples for file in files), example, files)
 
 
 def describe_ready(data_dir: Path, name: str, source: str) -> str:

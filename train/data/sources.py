@@ -90,7 +90,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
-        """Return the batches of a slice: one for each replica, step by step.
+        """Return the infinite batches of a slice: one for each replica, step by step.
 
         Their shapes are static, as `tf.distribute.Strategy.distribute_datasets_from_function` requires.
         """

@@ -78,13 +78,17 @@ def new_folder(data_dir: Path, kind: str, name: str, version: str) -> Iterator[P
 
 @contextlib.contextmanager
 def lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock `data_dir` for one process that prepares data. The system releases the lock of a process that dies."""
-    data_dir.mkdir(parents=True, exist_ok=True)
-    with (data_dir / ".prepare.lock").open("w") as file:
-        if not files.lock(file.fileno(), 0.0):
-            say(f"another process prepares data in {data_dir}; waiting for it")
-            files.lock(file.fileno(), math.inf)
-        yield
+    """Lock `data_dir` for one process that prepares data, and report errors of its disk.
+
+    The system releases the lock of a process that dies.
+    """
+    with disk_errors(data_dir):
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with (data_dir / ".prepare.lock").open("w") as file:
+            if not files.lock(file.fileno(), 0.0):
+                say(f"another process prepares data in {data_dir}; waiting for it")
+                files.lock(file.fileno(), math.inf)
+            yield
 
 
 @contextlib.contextmanager

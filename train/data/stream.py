@@ -1,4 +1,4 @@
-"""TFRecord shards as a stream: the examples of a step are a pure function of (seed, step), as in `indexed`.
+"""TFRecord shards as a stream: the examples of a step are a pure function of (seed, step), as in `feeds`.
 
 An epoch is all shards in a random order of (seed, epoch), cut into windows of `WINDOW_SHARDS` shards. A window is read
 in parallel and its examples are shuffled by a permutation of (seed, epoch, window). The concatenated epochs are cut
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from train.data import batches, blocks
-from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
+from train.data.batches import INFINITE, Batch, BatchSlice, Replicas, without_sharding
 from train.data.dataset_record import Split
 from train.data.sources import Source
 
@@ -50,11 +50,8 @@ class ShardSource(Source):
         parse = _parser(split, replica_batch)
         raw = tf.data.Dataset.range(first_window, tf.int64.max).flat_map(window).prefetch(1)
         raw = raw.rebatch(global_batch, drop_remainder=True)
-        if batch_slice.num_steps is not None:
-            raw = raw.take(batch_slice.num_steps)
         parsed = raw.map(task_part).unbatch().map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        parsed = parsed.apply(tf.data.experimental.assert_cardinality(batch_slice.num_batches))
-        return without_sharding(parsed.prefetch(tf.data.AUTOTUNE))
+        return without_sharding(parsed.apply(INFINITE).prefetch(tf.data.AUTOTUNE))
 
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
         split = self.record.test

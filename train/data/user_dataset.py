@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.system.errors import ClusterError, UsageError, nearest
-from cluster.system.messages import described
+from cluster.system.errors import UsageError, nearest
 from train import named
 from train.data.dataset_record import DTYPES, SPLITS, Leaf, show_example, stored_dtype
 from train.named import Named
@@ -41,14 +40,8 @@ def read_dataset(name: str) -> UserDataset:
     if callable(function) and not references.accepts_arguments(function):
         raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")
     returned = references.call_user_function("--dataset", name, function)
-    try:
+    with references.user_errors(f"dataset {name} returns a value that cannot be converted to arrays"):
         return _checked(name, returned)
-    except ClusterError:
-        raise
-    except Exception as error:  # the result may be of any class
-        raise UsageError(
-            f"dataset {name} returns a value that cannot be converted to arrays: {described(error)}"
-        ) from None
 
 
 def _checked(name: str, returned: Any) -> UserDataset:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from cluster.contract.recovery.step_record import StepRecord
 from train.data.batches import Batch, BatchSlice
-from train.data.indexed import train_batch
+from train.data.feeds import train_batch
 from train.data.sources import Source
 from train.loops.steps import LoopResult, Request, no_request
 from train.loops.train_step import Computed, TrainStep, cut_part, repeat

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from cluster.contract.run.records import Place
 from train.context import TaskContext
-from train.data import feeds, indexed
+from train.data import feeds
 from train.data.batches import VirtualShards, eval_batches
 from train.loops import evaluation, steps, train_step
 from train.loops.steps import LoopResult, Request, Signals, no_request
@@ -75,7 +75,7 @@ class PipelineSteps:
         def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
-            examples_B = indexed.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
+            examples_B = feeds.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
             features_B = train_step.cast_features(context.model, examples_B.features)
             outputs = self._forward(features_B, batch, edges.EVALUATED)
             if self._task_stages.stages - 1 not in self._stages:

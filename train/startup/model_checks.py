@@ -21,7 +21,7 @@ from cluster.system.errors import ClusterError, UsageError
 from cluster.system.messages import described
 from train import named, patches
 from train.config import TrainConfig
-from train.data import indexed, opening
+from train.data import feeds, opening
 from train.data.batches import BatchSlice
 from train.data.sources import Source
 from train.loops import fit
@@ -72,7 +72,7 @@ def check_parts(
         shares = batch_divisor
         if config.loop != "fit":
             shares = (config.bitwise_elastic or shares) * config.micro_batches
-        indexed.check_sizes(source.train_examples, config.global_batch // shares)
+        feeds.check_sizes(source.train_examples, config.global_batch // shares)
 
     new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)
     partition: dict[str, Any] = {}
@@ -217,7 +217,7 @@ def check_objective(
             f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"
         )
     mask_specs = [_spec(mask, tf.bool) for mask in output_masks]
-    labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0, num_steps=1)).element_spec.labels
+    labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0)).element_spec.labels
     outputs = tf.nest.map_structure(_spec, outputs)
     graph = _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
     if parts > 1 and _depends_on_others(labels, outputs, objective.loss):

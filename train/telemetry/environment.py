@@ -48,7 +48,7 @@ def _used(source: Source) -> dict[str, str]:
     record = source.record
     for file in record.files if source.in_memory else ():
         if sha256(file.path) != file.sha256:
-            again = f"{advice(record.form, record.name)}, then start again"
+            again = f"{advice(record.kind, record.name)}, then start again"
             raise RunFailed(f"{file.path} has changed since it was prepared; {again}")
     return {file.path.name: file.sha256 for file in record.files}
 

@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx  # has no public name
 
-from cluster.system.errors import ClusterError, UsageError
-from cluster.system.messages import described
+from cluster.system.errors import UsageError
 from train import named
 from train.data import store
 from train.data.dataset_record import PARTS, DatasetRecord, Leaf, Split, parse_part, show_example, stored_dtype
@@ -36,36 +35,33 @@ class FunctionRecord(DatasetRecord):
     Its name is `package.module:function`; its version the first 12 digits of the sha256 of all that was examined.
 
     Attributes:
-        result: the form of its result, `RANDOM_ACCESS` or `DATASET`.
+        form: the form of its result, `RANDOM_ACCESS` or `DATASET`.
         counted: whether the examples were counted, because the datasets do not know their length.
     """
 
-    form = "functions"
-    result: str
+    kind = "functions"
+    form: str
     counted: bool
 
     @property
     def note(self) -> str:
-        return f"{' (counted)' if self.counted else ''}, read by each task by {self.result}"
+        return f"{' (counted)' if self.counted else ''}, read by each task by {self.form}"
 
     @classmethod
     def path(cls, data_dir: Path, name: str, version: str) -> Path:
-        path = store.path_of(data_dir, cls.form, name, version)
+        path = store.path_of(data_dir, cls.kind, name, version)
         return path.with_name(f"{path.name}.json")
 
     @classmethod
-    def from_json(cls, folder: Path, value: Mapping[str, Any]) -> Self:  # noqa: ARG003  # it has no files
+    def from_json(cls, folder: Path, value: Mapping[str, Any]) -> Self:
+        version = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+        classes = parse_part(value["example"]["labels"], lambda _: ())
+        return super().from_json(folder, {**value, "version": version, "classes": classes})
+
+    @classmethod
+    def parse_split(cls, folder: Path, value: Mapping[str, Any], split: str) -> Split:  # noqa: ARG003  # it has no files
         example = {name: parse_part(part, Leaf.from_json) for name, part in value["example"].items()}
-        return cls(
-            name=value["name"],
-            version=hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12],
-            classes=named.each(lambda _: (), example["labels"]),
-            num_outputs=value["num_outputs"],
-            train=Split(value["counts"]["train"], example),
-            test=Split(value["counts"]["test"], example),
-            result=value["form"],
-            counted=value["counted"],
-        )
+        return Split(value["counts"][split], example)
 
 
 @dataclass(frozen=True)
@@ -150,9 +146,5 @@ def describe_dataset(name: str, split: str, dataset: tf.data.Dataset) -> dict[st
 
 def convert_to_arrays(subject: str, example: Any) -> tuple[Any, ...]:
     """Convert an example of a random-access source to NumPy arrays."""
-    try:
+    with references.user_errors(f"{subject} cannot be converted to arrays"):
         return tuple(named.each(np.asarray, part) for part in split_example(subject, example))
-    except ClusterError:
-        raise
-    except Exception as error:  # the example may be of any class
-        raise UsageError(f"{subject} cannot be converted to arrays: {described(error)}") from None

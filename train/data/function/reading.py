@@ -16,7 +16,6 @@ Shapes: B replica batch, G global batch, R replicas, L replicas of a task.
 
 import re
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,21 @@ import tensorflow as tf
 from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
 
 from cluster.system.errors import ClusterError, RunFailed, UsageError
-from cluster.system.messages import COMMAND, described
+from cluster.system.messages import COMMAND
 from train import named
 from train.data import batches
-from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
+from train.data.batches import INFINITE, Batch, BatchSlice, Replicas, without_sharding
 from train.data.dataset_record import PARTS, DatasetRecord, Split, show_example
+from train.data.feeds import IndexedSource
 from train.data.function import calling
 from train.data.function.calling import Shard
-from train.data.indexed import IndexedSource
 from train.data.sources import Examples, Source
+from train.settings.references import user_errors
 
-_FAILURE = re.compile(r"RunFailed: (dataset [^\n]+)")
+_FAILURE = re.compile(r"(?:RunFailed|UsageError): (dataset [^\n]+)")
 _WRONG_COUNT = re.compile(r"expected to contain (\d+) elements? but contained (only |at least )?(\d+)")
 _ELSEWHERE = "Could not find callback with key=pyfunc_"
-_OPEN: dict[str, Callable[..., Any]] = {}
+_OPEN: dict[str, "SplitReader"] = {}
 """Sources that this process has registered; TensorFlow keeps only weak references."""
 
 
@@ -47,67 +47,52 @@ class SplitReader:
     """Reads the examples of one split, one call at a time, because a source need not be thread-safe."""
 
     def __init__(self, record: DatasetRecord, split: str, source: Any) -> None:
-        self._name, self._example = record.name, record.splits[split].example
-        self._split, self._source = split, source
+        self._subject, self._example, self._source = f"dataset {record.name}: {split}", record.train.example, source
         self._lock = threading.Lock()
 
     def __call__(self, indices_B: np.ndarray) -> list[np.ndarray]:
         """Return the arrays of some examples, `[B, ...]`, in the order of their parts."""
         indices = indices_B.tolist()
-        with self._lock:
-            examples = self._read(indices)
-        columns = zip(
-            *(self._flat(index, example) for index, example in zip(indices, examples, strict=True)), strict=True
-        )
-        return [np.stack(column) for column in columns]
-
-    def _read(self, indices: list[int]) -> Sequence[Any]:
-        try:
+        with self._lock, user_errors(f"{self._subject} examples {indices[0]} and following", RunFailed):
             if hasattr(type(self._source), "__getitems__"):
-                return list(self._source.__getitems__(indices))
-            return [self._source[index] for index in indices]
-        except (Exception, SystemExit) as error:
-            examples = f"{self._split} examples {indices[0]} and following"
-            raise RunFailed(f"dataset {self._name}: reading {examples}: {described(error)}") from error
+                examples = list(self._source.__getitems__(indices))
+            else:
+                examples = [self._source[index] for index in indices]
+        rows = [self._to_row(index, example) for index, example in zip(indices, examples, strict=True)]
+        return [np.stack(column) for column in zip(*rows, strict=True)]
 
-    def _flat(self, index: int, example: Any) -> list[np.ndarray]:
-        subject = f"dataset {self._name}: {self._split} example {index}"
-        try:
-            parts = calling.convert_to_arrays(subject, example)
-            if (actual := calling.describe_example(subject, parts)) != self._example:
-                raise RunFailed(f"{subject} is {show_example(actual)}; expected {show_example(self._example)}")
-        except UsageError as error:
-            raise RunFailed(str(error)) from error
-        flat = []
+    def _to_row(self, index: int, example: Any) -> list[np.ndarray]:
+        subject = f"{self._subject} example {index}"
+        parts = calling.convert_to_arrays(subject, example)
+        if (actual := calling.describe_example(subject, parts)) != self._example:
+            raise RunFailed(f"{subject} is {show_example(actual)}; expected {show_example(self._example)}")
+        row = []
         for name, part in zip(PARTS, parts, strict=False):
             arrays = named.each(lambda leaf, value: np.asarray(value, leaf.dtype), self._example[name], part)
-            flat += named.leaves(arrays)
-        return flat
+            row += named.leaves(arrays)
+        return row
 
 
 def open_split(record: DatasetRecord, split: str, data_dir: Path, seed: int) -> None:
     """Open a split for graphs that run in this process."""
-    if _token(record, split) in _OPEN:
+    token, expected = _token(record, split), record.splits[split].num_examples
+    if token in _OPEN:
         return
     source = calling.call_function(record.name, split, Shard(0, 1, seed, data_dir))
     if isinstance(source, tf.data.Dataset):
         raise UsageError(f"--dataset {record.name!r} returned a random-access source before; here a tf.data.Dataset")
-    if (length := length_of(record.name, split, source)) != (expected := record.splits[split].num_examples):
+    if (length := length_of(record.name, split, source)) != expected:
         raise UsageError(
             f"--dataset {record.name!r} has {length} {split} examples here, {expected} where it was examined; "
             f"let all tasks see the same data, then `{COMMAND} data.examine --name {record.name}`"
         )
-    reader = SplitReader(record, split, source)
-    _OPEN[_token(record, split)] = reader
-    script_ops._py_funcs._funcs[_token(record, split)] = reader
+    _OPEN[token] = script_ops._py_funcs._funcs[token] = SplitReader(record, split, source)
 
 
 def length_of(name: str, split: str, source: Any) -> int:
     """Return the number of examples of a source."""
-    try:
+    with user_errors(f"--dataset {name!r}: length of {split!r}"):
         length = len(source)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"--dataset {name!r}: length of {split!r}: {described(error)}") from None
     if not length:
         raise UsageError(f"--dataset {name!r} has no {split} example; expected at least one")
     return length
@@ -183,9 +168,7 @@ class FunctionSource(Source):
         in_turn = shards[0]
         if len(shards) > 1:
             in_turn = tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(len(shards)).repeat())
-        # A distributed dataset keeps the shapes of its batches if it is known to be infinite.
-        in_turn = in_turn.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-        return without_sharding(in_turn.take(batch_slice.num_batches).prefetch(tf.data.AUTOTUNE))
+        return without_sharding(in_turn.apply(INFINITE).prefetch(tf.data.AUTOTUNE))
 
     def shard_batches(self, batch_slice: BatchSlice, replica: int) -> tf.data.Dataset:
         """Return the infinite batches `[B, ...]` of one replica's shard."""

@@ -82,7 +82,7 @@ def prepare_dataset(
     with contextlib.suppress(PrerequisiteError):
         if not fresh:
             return ArrayRecord.find(data_dir, name)
-    with store.disk_errors(data_dir), store.lock(data_dir, say):
+    with store.lock(data_dir, say):
         with contextlib.suppress(PrerequisiteError):
             if not fresh:  # another process may have prepared them while this one waited
                 return ArrayRecord.find(data_dir, name, version)
@@ -99,7 +99,7 @@ def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> ArrayRecord
 
     say(f"calling {name}")
     dataset = user_dataset.read_dataset(name)
-    with store.disk_errors(data_dir), store.lock(data_dir, say):
+    with store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged arrays are written again
                 record = ArrayRecord.find(data_dir, name, dataset.version)

@@ -82,7 +82,7 @@ def write_shards(
     num_shards = num_shards or DEFAULT_SHARDS
     asked = {"num_shards": num_shards, "size": size}
     source = (open_source or _open_source)(name, data_dir, size)
-    with store.disk_errors(data_dir), store.lock(data_dir, say):
+    with store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged shards are written again
                 record = ShardRecord.find(data_dir, name)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cluster.system.errors import PrerequisiteError, RunFailed
+from cluster.system.json_files import read_json
 from train.data import arrays
 from train.data.arrays import ArrayRecord
 from train.data.dataset_record import Leaf, Split
@@ -27,7 +28,8 @@ def test_written_arrays_are_found(tmp_path):
     found = ArrayRecord.find(tmp_path, "mnist")
     assert written == found
     # Ten classes are named, of which the labels have six.
-    assert ("mnist", "3.0.1", 10, "a test") == (found.name, found.version, found.num_outputs, found.source)
+    assert ("mnist", "3.0.1", 10) == (found.name, found.version, found.num_outputs)
+    assert "a test" == read_json(tmp_path / "arrays" / "mnist-3.0.1" / "arrays.json")["source"]
     assert (5, 2) == (found.train.num_examples, found.test.num_examples)
     assert {"features": Leaf((4, 4, 1), "uint8"), "labels": Leaf((), "int64")} == found.train.example
     features, labels = found.train.files
@@ -83,8 +85,6 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
 
 def test_a_training_cuts_windows_into_its_context():
     split = Split(13, {"features": Leaf((64,), "uint8"), "labels": Leaf((64,), "int64")})
-    whole = ArrayRecord(
-        name="jargon_file", version="4.4.7", classes=(), num_outputs=256, train=split, test=split, source=""
-    )
+    whole = ArrayRecord(name="jargon_file", version="4.4.7", classes=(), num_outputs=256, train=split, test=split)
     cut = Split(52, {"features": Leaf((16,), "uint8"), "labels": Leaf((16,), "int64")})
     assert (cut, cut) == (whole.cut(16).train, whole.cut(16).test)

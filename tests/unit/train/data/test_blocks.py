@@ -13,7 +13,7 @@ from cluster.system.json_files import read_json
 from tests.support.listed_examples import ListedExamples, shard
 from train import program
 from train.config import TrainConfig
-from train.data import arrays, blocks, dataset_record, indexed
+from train.data import arrays, blocks, dataset_record, feeds
 from train.data.arrays import ArrayRecord
 from train.data.batches import BatchSlice, Replicas
 from train.data.opening import open_source
@@ -22,7 +22,7 @@ from train.telemetry import environment
 
 ARRAYS = TrainConfig(dataset="mnist")
 SHARDS = TrainConfig(dataset="noise", source="stream")
-BATCHES = BatchSlice(4, 7, num_steps=6)
+BATCHES = BatchSlice(4, 7)
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +61,14 @@ def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir, part, at, block
     with pytest.raises(RunFailed, match=rf"{file.path} is damaged in block {last if block is None else block} "):
         source.examples("train")
     with pytest.raises(RunFailed, match="invoke data.prepare --name mnist --fresh"):
-        list(source.train_dataset(BATCHES))
+        list(source.train_dataset(BATCHES).take(6))
     source.examples("test")
 
 
 def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir):
     split = ArrayRecord.find(data_dir, "mnist").train
     path = split.files[0].path
-    load = tf.data.Dataset.from_tensors(0).map(lambda _: indexed.load_examples(split).features)
+    load = tf.data.Dataset.from_tensors(0).map(lambda _: feeds.load_examples(split).features)
     assert path.read_bytes() == next(iter(load)).numpy().tobytes()
     flip(path, 234)
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
@@ -87,7 +87,7 @@ def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir, split, shard):
     flip(path, 150)
     evaluated = source.eval_dataset(4, Replicas())
     with pytest.raises(tf.errors.OpError) as raised:
-        list(evaluated if split == "test" else source.train_dataset(BATCHES))
+        list(evaluated if split == "test" else source.train_dataset(BATCHES).take(6))
     known = program.explain(raised.value)
     assert f"{path} is damaged in block 1 " in str(known)
     assert "invoke data.shard --name noise --fresh" in str(known)
@@ -100,7 +100,7 @@ def test_a_shard_in_the_place_of_another_is_never_trained_on(data_dir):
     assert first.stat().st_size == second.stat().st_size
     first.write_bytes(second.read_bytes())
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        list(source.train_dataset(BATCHES))
+        list(source.train_dataset(BATCHES).take(6))
     assert f"{first} is damaged in block 0 " in str(program.explain(raised.value))
 
 

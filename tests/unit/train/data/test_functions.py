@@ -88,7 +88,7 @@ def test_dictionaries_weights_and_types(source):
     found = source(data)
     assert {"image": (2, 2), "age": ()} == found.feature_shape
     assert found.weighted and found.classifies
-    (batch,) = found.train_dataset(BatchSlice(4, 7, num_steps=1))
+    (batch,) = found.train_dataset(BatchSlice(4, 7)).take(1)
     assert (tf.uint8, [4, 2, 2]) == (batch.features["image"].dtype, batch.features["image"].shape)
     assert (tf.float32, tf.int64) == (batch.features["age"].dtype, batch.labels.dtype)
     np.testing.assert_array_equal(batch.features["image"][:, 0, 0], batch.features["age"])

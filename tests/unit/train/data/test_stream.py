@@ -36,8 +36,10 @@ def batches(
     record: ShardRecord, steps: int, first_step: int = 0, part: Replicas = ONE, seed: int = 7, batch: int = 12
 ) -> np.ndarray:
     """Return the labels that some replicas train on: `[steps, local, B]`."""
-    dataset = ShardSource(record=record).train_dataset(BatchSlice(batch, seed, first_step, steps, part))
-    features, labels, weights = (tensor.numpy() for tensor in dataset.batch(steps * part.count).get_single_element())
+    dataset = ShardSource(record=record).train_dataset(BatchSlice(batch, seed, first_step, part))
+    features, labels, weights = (
+        tensor.numpy() for tensor in dataset.take(steps * part.count).batch(steps * part.count).get_single_element()
+    )
     np.testing.assert_array_equal(np.stack([labels, labels + 1], -1), features)
     np.testing.assert_array_equal(10.0 * labels, weights)
     return labels.reshape(steps, part.count, -1)
