@@ -105,7 +105,8 @@ def write_arrays(
 ) -> ArrayRecord:
     """Write the arrays of a dataset, replacing earlier ones, and return them; an interrupted call leaves nothing.
 
-    `splits` has features, labels and optional weights of "train" and "test", see `Split`; for others see `ArrayRecord`.
+    `splits` has features, labels and optional weights of "train" and "test", see `Split`. `source` says where they come
+    from, only in the JSON of the record. For others see `ArrayRecord`.
     """
     labels = [arrays[1] for arrays in splits.values()]
     index: dict[str, Any] = {"name": name, "version": version, "classes": classes}
