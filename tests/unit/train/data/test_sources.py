@@ -125,7 +125,7 @@ def test_a_later_generation_uses_the_data_of_the_first(make_run, tmp_path, confi
     assert 1.0 == first_feature(open_source(config, tmp_path, run))
     write(tmp_path, "2", 2.0)
     assert 1.0 == first_feature(open_source(config, tmp_path, run))
-    assert "1" == open_source(config, tmp_path, run).version
+    assert "1" == open_source(config, tmp_path, run).record.version
     assert 2.0 == first_feature(open_source(config, tmp_path, make_run("another", workers=0)))
     assert 2.0 == first_feature(open_source(config, tmp_path))
     recorded = {"version": "1", "num_shards": 3 if config is SHARDS else 0}
