@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from benchmarks.runs import GLOBAL_BATCH
-from train.data import shards, stream
 from train.data.batches import BatchSlice
+from train.data.shards import ShardRecord
+from train.data.stream import ShardSource
 
 
 def main() -> None:
@@ -19,10 +20,8 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="of the dataset")
     parser.add_argument("--batches", type=int, default=500, help="to read (default: 500)")
     options = parser.parse_args()
-    dataset = stream.train_dataset(
-        shards.find_shards(options.data_dir, options.name).train,
-        BatchSlice(GLOBAL_BATCH, 42, num_steps=options.batches),
-    )
+    source = ShardSource(record=ShardRecord.find(options.data_dir, options.name))
+    dataset = source.train_dataset(BatchSlice(GLOBAL_BATCH, 42)).take(options.batches)
     for number, _ in enumerate(dataset, 1):
         if number in (1, options.batches):
             print(json.dumps({"batch": number, "time": time.time()}), flush=True)

@@ -22,7 +22,8 @@ from cluster.system.messages import COMMAND, system_error
 from train import evaluator, patches, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
-from train.data import sources
+from train.data import opening
+from train.data.sources import Source
 from train.loops import custom, fit
 from train.loops.loop import Steps
 from train.loops.training import Setup
@@ -136,8 +137,8 @@ class Program:
             task_stages=task_stages,
         )
 
-    def _open_source(self) -> sources.Source:
-        return sources.open_source(self.config, Path(os.environ.get("DATA_DIR", "data")), self.run)
+    def _open_source(self) -> Source:
+        return opening.open_source(self.config, Path(os.environ.get("DATA_DIR", "data")), self.run)
 
     def _strategy(self) -> tf.distribute.Strategy:
         if self.task.role == Role.EVALUATOR:
@@ -173,7 +174,7 @@ def explain(error: Exception) -> ClusterError | None:
             "--stages"
         )
     if isinstance(error, tf.errors.OpError):
-        return sources.explain(error) or layer_state.explain(error)
+        return opening.explain(error) or layer_state.explain(error)
     if isinstance(error, PermissionError):
         return PrerequisiteError(f"{system_error(error)}; give the task's user access to it")
     return None

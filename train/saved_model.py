@@ -92,7 +92,7 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     source, config, model, step = _restore(run, data_dir, as_trained=True)
     import tensorflow as tf
 
-    from train.data import sources
+    from train.data import opening
     from train.loops.evaluation import new_evaluation
     from train.model import models, objectives
 
@@ -102,7 +102,7 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     try:
         results = new_evaluation(None, model, objective, source)()
     except tf.errors.OpError as error:
-        raise sources.explain(error) or error from None
+        raise opening.explain(error) or error from None
     return {"run": run.name, "step": step, "examples": source.test_examples, **results}
 
 
@@ -130,11 +130,11 @@ def _restore(
     preload.set_variables(config, cluster.strategy)  # as in the training: oneDNN changes bits, in bfloat16 considerably
     with quiet.imports():
         from train import strategy
-        from train.data import sources
+        from train.data import opening
         from train.model import models
         from train.pipeline import stage_variables
 
-    source = sources.open_source(config, data_dir, run)
+    source = opening.open_source(config, data_dir, run)
     new_model = partial(models.build_configured, config, source.feature_shape, source.num_outputs)
     precision = precision_of(cluster.strategy, config.precision)
     with strategy.precision_policy(precision if as_trained else "fp32"):

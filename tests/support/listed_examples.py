@@ -10,7 +10,7 @@ import tensorflow as tf
 from train.data.batches import BatchSlice, Replicas
 from train.data.function.calling import Shard
 from train.data.prepare import sharding
-from train.data.shards import ShardSet
+from train.data.shards import ShardRecord
 from train.data.sources import Source
 
 Examples = Sequence[tuple[Any, ...]]
@@ -31,7 +31,7 @@ class ListedExamples:
         return iter(self.splits[split])
 
 
-def shard(data_dir: Path, name: str, source: ListedExamples, num_shards: int = 4, **options: Any) -> ShardSet:
+def shard(data_dir: Path, name: str, source: ListedExamples, num_shards: int = 4, **options: Any) -> ShardRecord:
     return sharding.write_shards(name, data_dir, num_shards=num_shards, open_source=lambda *_: source, **options)
 
 
@@ -63,5 +63,6 @@ def ranges(split: str, shard: Shard) -> tf.data.Dataset:
 def steps(source: Source, first: int, count: int, replicas: int = 1, own: range | None = None) -> list[Any]:
     """Return the first feature of every example of some steps, a list for each batch of each of the own replicas."""
     own = own or range(replicas)
-    dataset = source.train_dataset(BatchSlice(6, 7, first, count, Replicas(replicas, own.start, len(own))))
+    batches = source.train_dataset(BatchSlice(6, 7, first, Replicas(replicas, own.start, len(own))))
+    dataset = batches.take(count * len(own))
     return [batch.features[:, 0].numpy().astype(int).tolist() for batch in dataset]

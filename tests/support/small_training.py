@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
-from train.data import arrays, feeds, sources
+from train.data import arrays, feeds, opening
 from train.data.batches import VirtualShards
+from train.data.sources import Source
 from train.elastic.shard_step import ElasticTrainStep
 from train.loops import steps
 from train.loops.train_step import TrainStep
@@ -41,7 +42,7 @@ def strategy_called(name: str) -> tf.distribute.Strategy:
     return tf.distribute.experimental.CentralStorageStrategy(devices)
 
 
-def prepare(data_dir: Path) -> sources.Source:
+def prepare(data_dir: Path) -> Source:
     """Write random examples with weights; return their source."""
     random = np.random.default_rng(0)
     features = random.normal(size=(NUM_TRAIN + NUM_TEST, FEATURES)).astype(np.float32)
@@ -52,7 +53,7 @@ def prepare(data_dir: Path) -> sources.Source:
     parts = (features, labels, weights)
     splits = {"train": tuple(x[:NUM_TRAIN] for x in parts), "test": tuple(x[NUM_TRAIN:] for x in parts)}
     arrays.write_arrays(data_dir, "own:weighted", "1", splits)
-    return sources.open_source(TrainConfig(dataset="own:weighted"), data_dir)
+    return opening.open_source(TrainConfig(dataset="own:weighted"), data_dir)
 
 
 def new_model(l2: float) -> keras.Model:
@@ -122,7 +123,7 @@ class Training:
 
 def training(
     where: str,
-    source: sources.Source,
+    source: Source,
     optimizer: Optimizer,
     precision: str = "fp32",
     *,

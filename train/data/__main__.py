@@ -6,7 +6,7 @@ python -m train.data prepare|shard|examine|verify [--name NAME] [--data-dir DIR]
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,8 +15,10 @@ from cluster.system import quiet
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
-from train.data import arrays, shards
+from train.data.arrays import ArrayRecord
+from train.data.dataset_record import is_user_dataset
 from train.data.prepare.preparation import prepare_dataset, say
+from train.data.shards import ShardRecord
 from train.settings import references
 
 
@@ -34,16 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o022)  # containers read files of root as another user
     try:
         arguments = _parser().parse_args(argv)
+        calls_function = arguments.command == "prepare" and is_user_dataset(arguments.name)
         if arguments.command == "verify":
             _verify(arguments.name, arguments.data_dir)
-        elif arguments.command == "shard":
-            say(_shard(arguments))
-        elif arguments.command == "examine":
-            return _in_another_process(argv, arguments, _examine)
-        elif arrays.is_user_dataset(arguments.name):
-            return _in_another_process(argv, arguments, _prepare)
+        elif calls_function or arguments.command == "examine":
+            return _in_another_process(argv, arguments)
         else:
-            say(_prepare(arguments))
+            say(_write(arguments))
     except ClusterError as error:
         print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -53,32 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
-def _prepare(arguments: argparse.Namespace) -> str:
-    if arrays.is_user_dataset(arguments.name):
-        references.check_reference("--name", arguments.name, ())
-    return str(prepare_dataset(arguments.name, arguments.data_dir, arguments.fresh))
+def _write(arguments: argparse.Namespace) -> str:
+    """Prepare, shard or examine a dataset; return its description."""
+    name, data_dir, fresh = arguments.name, arguments.data_dir, arguments.fresh
+    if arguments.command == "prepare":
+        if is_user_dataset(name):
+            references.check_reference("--name", name, ())
+        return str(prepare_dataset(name, data_dir, fresh))
+    with quiet.imports():  # they import TensorFlow
+        from train.data.function.examine import examine_function
+        from train.data.prepare.sharding import write_shards
+    if arguments.command == "shard":
+        return str(write_shards(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=fresh))
+    return str(examine_function(name, data_dir.resolve(), arguments.num_outputs, seed=arguments.seed, fresh=fresh))
 
 
-def _shard(arguments: argparse.Namespace) -> str:
-    with quiet.imports():
-        from train.data.prepare.sharding import write_shards  # imports TensorFlow
-    name, data_dir = arguments.name, arguments.data_dir
-    return str(write_shards(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=arguments.fresh))
-
-
-def _examine(arguments: argparse.Namespace) -> str:
-    with quiet.imports():
-        from train.data.function.examine import examine_function  # imports TensorFlow
-    name, data_dir = arguments.name, arguments.data_dir.resolve()
-    return str(examine_function(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=arguments.fresh))
-
-
-def _in_another_process(
-    argv: Sequence[str] | None, arguments: argparse.Namespace, work: Callable[[argparse.Namespace], str]
-) -> int:
+def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespace) -> int:
     """Do work that calls a user's function, which may do anything, in another process, and report its result."""
     if user_code.RESULT_FILE in os.environ:
-        return user_code.reply(lambda: work(arguments))
+        return user_code.reply(lambda: _write(arguments))
     command, subject = [sys.executable, "-m", "train.data", *(argv or sys.argv[1:])], f"dataset {arguments.name}"
     say(user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
     return EXIT_DONE
@@ -87,14 +79,11 @@ def _in_another_process(
 def _verify(name: str, data_dir: Path) -> None:
     """Verify the arrays and the shards of a dataset; either may be missing."""
     missing = []
-    try:
-        arrays.verify_arrays(arrays.find_arrays(data_dir, name), say)
-    except (PrerequisiteError, UsageError) as error:  # a dataset may have only shards
-        missing.append(error)
-    try:
-        shards.verify_shards(shards.find_shards(data_dir, name), say)
-    except PrerequisiteError as error:
-        missing.append(error)
+    for kind in (ArrayRecord, ShardRecord):
+        try:
+            kind.find(data_dir, name).verify(data_dir, say)
+        except (PrerequisiteError, UsageError) as error:  # a dataset may have only shards
+            missing.append(error)
     if len(missing) == 2:
         raise missing[0]
 

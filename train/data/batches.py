@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
+from train.data.dataset_record import Split
 from train.named import Named
+
+INFINITE = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+"""Declares a dataset as infinite. Only then does a distributed dataset keep the shapes of its batches."""
 
 EVAL_CACHE_BYTES = 1 << 30
 """Largest part of the test examples that a task keeps in memory."""
@@ -88,20 +92,18 @@ class VirtualShards:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """The training batches of one input pipeline: for each step, one batch for each of its replicas.
+    """The infinite training batches of one input pipeline: for each step, one batch for each of its replicas.
 
     Attributes:
         global_batch: examples of one update over all replicas; a multiple of their number.
         seed: seed of the order.
         first_step: optimizer updates done before.
-        num_steps: optimizer updates to do; None for infinite batches.
         replicas: the replicas of the pipeline.
     """
 
     global_batch: int
     seed: int
     first_step: int | tf.Tensor = 0
-    num_steps: int | None = None
     replicas: Replicas = field(default_factory=Replicas)
 
     def __post_init__(self) -> None:
@@ -115,11 +117,6 @@ class BatchSlice:
         """Examples of one replica at one step."""
         return self.global_batch // self.replicas.total
 
-    @property
-    def num_batches(self) -> int:
-        """Number of batches, or `tf.data.INFINITE_CARDINALITY`."""
-        return tf.data.INFINITE_CARDINALITY if self.num_steps is None else self.num_steps * self.replicas.count
-
 
 def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) -> int:
     """Return the number of global batches for `num_examples`, the last one padded."""
@@ -127,12 +124,7 @@ def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) ->
 
 
 def eval_dataset(
-    examples: tf.data.Dataset,
-    num_examples: int,
-    example_bytes: int,
-    replica_batch: int,
-    replicas: Replicas,
-    parse: Callable[[Any], Batch],
+    examples: tf.data.Dataset, split: Split, replica_batch: int, replicas: Replicas, parse: Callable[[Any], Batch]
 ) -> tf.data.Dataset:
     """Return the test batches of replicas from a dataset of all examples, with the same number for every replica.
 
@@ -141,7 +133,8 @@ def eval_dataset(
     examples, `[B, ...]`.
     """
     global_batch = replica_batch * replicas.total
-    num_batches = eval_batches(num_examples, replica_batch=replica_batch, num_replicas=replicas.total) * replicas.count
+    num_steps = eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=replicas.total)
+    num_batches = num_steps * replicas.count
 
     def task_part(examples_g: Any) -> tuple[Any, tf.Tensor]:
         """Pad the last global batch with its last example, and return this task's part and its weights, `[L, B]`."""
@@ -160,20 +153,18 @@ def eval_dataset(
     parts = examples.batch(global_batch).map(task_part).unbatch()
     dataset = parts.map(to_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
-    if num_batches * replica_batch * example_bytes <= EVAL_CACHE_BYTES:
+    if num_batches * replica_batch * split.example_bytes <= EVAL_CACHE_BYTES:
         dataset = dataset.cache()
     return without_sharding(dataset.prefetch(tf.data.AUTOTUNE))
 
 
 def by_step(
     batch: Callable[[tf.Tensor, tf.Tensor], Batch],
-    num_batches: int,
+    positions: tf.data.Dataset,
     replicas: Replicas,
     first_step: int | tf.Tensor = 0,
 ) -> tf.data.Dataset:
-    """Return a dataset with one batch for each replica, step by step."""
-    endless = num_batches == tf.data.INFINITE_CARDINALITY
-    positions = tf.data.Dataset.counter() if endless else tf.data.Dataset.range(num_batches)
+    """Return a dataset with one batch for each replica, step by step; `positions` counts the batches from 0."""
 
     def at(position: tf.Tensor) -> Batch:
         return batch(first_step + position // replicas.count, replicas.first + position % replicas.count)
@@ -184,8 +175,7 @@ def by_step(
 
 def rebatch(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Cut or join infinite batches to batches of `size` examples, in the same order."""
-    infinite = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
-    return without_sharding(batches.rebatch(size, drop_remainder=True).apply(infinite))
+    return without_sharding(batches.rebatch(size, drop_remainder=True).apply(INFINITE))
 
 
 def without_sharding(dataset: tf.data.Dataset) -> tf.data.Dataset:

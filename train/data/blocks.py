@@ -14,9 +14,8 @@ from pathlib import Path
 import tensorflow as tf
 
 from cluster.system.errors import RunFailed
-from cluster.system.messages import COMMAND
-from train.data import arrays, shards
-from train.data.store import BLOCK_BYTES
+from cluster.system.files import sha256
+from train.data.dataset_record import BLOCK_BYTES, advice
 
 _DAMAGE = re.compile(r"damaged prepared data: block (\d+) of ([^\]\n]+)")
 
@@ -60,20 +59,17 @@ def explain(error: Exception) -> RunFailed | None:
 
 def damage_error(path: Path, block: int) -> RunFailed:
     """Return the error of a damaged block, with the command that fixes it."""
-    if path.suffix == ".tfrecord":
-        index, verb = shards.INDEX, "shard"
-    else:
-        index, verb = arrays.INDEX, "prepare"
-    name = json.loads((path.parent / index).read_text(encoding="utf-8"))["name"]
+    kind = path.parent.parent.name
+    name = json.loads((path.parent / f"{kind}.json").read_text(encoding="utf-8"))["name"]
     return RunFailed(
         f"{path} is damaged in block {block} (from byte {block * BLOCK_BYTES}): it has changed since it was prepared; "
-        f"run `{COMMAND} data.{verb} --name {name} --fresh`, then start again"
+        f"{advice(kind, name)}, then start again"
     )
 
 
-def hashes_as_text(path: Path) -> str:
-    """Return the hashes of a file's blocks in the form of an index; `store.block_hashes` reads them."""
-    return " ".join(f"{value:016x}" for value in hash_blocks(path))
+def digests(path: Path) -> dict[str, str]:
+    """Return the sha256 of a file and the hashes of its blocks, for its entry in a record."""
+    return {"sha256": sha256(path), "blocks": " ".join(f"{value:016x}" for value in hash_blocks(path))}
 
 
 def _hash(block: tf.Tensor) -> tf.Tensor:

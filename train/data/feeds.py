@@ -11,34 +11,57 @@ Everything runs on the host's CPU: TensorFlow can shuffle only on the CPU, and a
 Under a strategy, `CPU:0` is the CPU of the task that runs the step.
 """
 
-from __future__ import annotations
-
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
 from train import named
 from train.data import blocks
-from train.data.arrays import ArrayFile, Split
-from train.data.batches import Batch, BatchSlice, Replicas, VirtualShards, rebatch, without_sharding
+from train.data.batches import (
+    Batch,
+    BatchSlice,
+    Replicas,
+    VirtualShards,
+    by_step,
+    eval_batches,
+    rebatch,
+    without_sharding,
+)
+from train.data.dataset_record import DataFile, Leaf, Split
+from train.data.sources import Examples, Source
 from train.named import Named
 
-if TYPE_CHECKING:
-    from train.data.sources import Source
+
+class IndexedSource(Source):
+    """Examples any of which can be read by its number."""
+
+    @abc.abstractmethod
+    def examples(self, split: str) -> Examples: ...
+
+    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
+        batch = partial(train_batch, self.examples("train"), batch_slice=batch_slice)
+        return by_step(batch, tf.data.Dataset.counter(), batch_slice.replicas, batch_slice.first_step)
+
+    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+        sizes = {"replica_batch": replica_batch, "num_replicas": replicas.total}
+        batch = partial(eval_batch, self.examples("test"), **sizes)
+        num_batches = eval_batches(self.test_examples, **sizes) * replicas.count
+        return by_step(batch, tf.data.Dataset.range(num_batches), replicas)
 
 
-class Examples(Protocol):
-    """Examples of a split that are read by their numbers."""
+@dataclass(frozen=True, kw_only=True)
+class ArraySource(IndexedSource):
+    """Examples of prepared arrays."""
 
-    @property
-    def num_examples(self) -> int:
-        """Number of examples."""
+    in_memory: bool = True
 
-    def read_batch(self, indices_B: tf.Tensor) -> Batch:
-        """Return the examples with these numbers and their weights."""
+    def examples(self, split: str) -> Examples:
+        return load_examples(self.record.splits[split])
 
 
 class ArrayExamples(NamedTuple):
@@ -69,16 +92,18 @@ _ROUNDS = 8
 
 
 def load_examples(split: Split) -> ArrayExamples:
-    """Read a whole split and check its blocks, eagerly or inside a graph."""
-    features, labels = named.each(_read_array, split.features), named.each(_read_array, split.labels)
-    return ArrayExamples(features, labels, None if split.weights is None else _read_array(split.weights))
+    """Read a whole split of arrays and check its blocks, eagerly or inside a graph."""
+    parts = split.join(
+        _read_array(file, leaf, split.num_examples) for file, leaf in zip(split.files, split.leaves, strict=True)
+    )
+    return ArrayExamples(parts["features"], parts["labels"], parts.get("weights"))
 
 
-def _read_array(file: ArrayFile) -> tf.Tensor:
+def _read_array(file: DataFile, leaf: Leaf, num_examples: int) -> tf.Tensor:
     with tf.device("CPU:0"):
         raw = blocks.read_checked(str(file.path), file.blocks)
-        flat = tf.io.decode_raw(raw, tf.as_dtype(file.dtype), little_endian=True)
-        return tf.reshape(flat, file.shape)
+        flat = tf.io.decode_raw(raw, tf.as_dtype(leaf.dtype), little_endian=True)
+        return tf.reshape(flat, [num_examples, *leaf.shape])
 
 
 def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, num_examples: int) -> tf.Tensor:
@@ -168,6 +193,11 @@ class Feed:
     ahead: bool = False
 
 
+def gathering_feed(examples: Examples, batch_slice: BatchSlice) -> Feed:
+    """Return training batches that are gathered inside the step."""
+    return Feed(lambda: (), lambda _next, step, part: train_batch(examples, step, part, batch_slice))
+
+
 def train_feed(
     strategy: tf.distribute.Strategy,
     source: Source,
@@ -185,10 +215,10 @@ def train_feed(
     replicas = strategy.num_replicas_in_sync
     shards = cut or VirtualShards(replicas, replicas)
     on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-    if source.arrays and not on_tpu:
-        examples = load_examples(source.arrays.train)
+    examples = source.examples("train") if source.in_memory and not on_tpu else None
+    if examples is not None:
         batch_slice = BatchSlice(global_batch, seed, replicas=Replicas(shards.total * micro_batches))
-        return Feed(lambda: (), lambda _next, step, part: train_batch(examples, step, part, batch_slice))
+        return gathering_feed(examples, batch_slice)
     whole = cut is None and micro_batches == 1
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -231,8 +261,9 @@ def _stack(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, 
 def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:
     """Return the test split's batches, which the step of `Feed.batch` counts. Every pass must take all of them."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
-    if source.arrays and not isinstance(strategy, tf.distribute.TPUStrategy):
-        examples = load_examples(source.arrays.test)
+    on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+    examples = source.examples("test") if source.in_memory and not on_tpu else None
+    if examples is not None:
         sizes = {"replica_batch": replica_batch, "num_replicas": replicas}
         return Feed(lambda: (), lambda _next, at, replica: eval_batch(examples, at, replica, **sizes))
 

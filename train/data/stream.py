@@ -13,12 +13,14 @@ Shapes: S shards, W shards of a window, n examples of a window, G global batch, 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import tensorflow as tf
 
 from train.data import batches, blocks
-from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
-from train.data.shards import ShardSplit
+from train.data.batches import INFINITE, Batch, BatchSlice, Replicas, without_sharding
+from train.data.dataset_record import Split
+from train.data.sources import Source
 
 WINDOW_SHARDS = 4
 """Shards that are shuffled together."""
@@ -26,36 +28,43 @@ WINDOW_SHARDS = 4
 _BLOCK = 16  # examples to take from a shard before the next one
 
 
-def train_dataset(split: ShardSplit, batch_slice: BatchSlice) -> tf.data.Dataset:
-    """Return one batch of static shape for each replica, step by step, like `IndexedSource.train_dataset`."""
-    replicas, replica_batch, global_batch = batch_slice.replicas, batch_slice.replica_batch, batch_slice.global_batch
-    seed = batch_slice.seed
-    first_window, skipped = _find_position(split, seed, batch_slice.first_step * global_batch)
+@dataclass(frozen=True, kw_only=True)
+class ShardSource(Source):
+    """Examples in TFRecord shards."""
 
-    def window(number: tf.Tensor) -> tf.data.Dataset:
-        return _read_window(split, seed, number, tf.where(number == first_window, skipped, 0))
+    @property
+    def num_shards(self) -> int:
+        return len(self.record.train.files)
 
-    def task_part(raw_G: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(raw_G, [replicas.total, replica_batch])[replicas.first : replicas.first + replicas.count]
+    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
+        split, seed, replicas = self.record.train, batch_slice.seed, batch_slice.replicas
+        replica_batch, global_batch = batch_slice.replica_batch, batch_slice.global_batch
+        first_window, skipped = _find_position(split, seed, batch_slice.first_step * global_batch)
 
-    parse = _parser(split, replica_batch)
-    raw = tf.data.Dataset.range(first_window, tf.int64.max).flat_map(window).prefetch(1)
-    raw = raw.rebatch(global_batch, drop_remainder=True)
-    if batch_slice.num_steps is not None:
-        raw = raw.take(batch_slice.num_steps)
-    parsed = raw.map(task_part).unbatch().map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    parsed = parsed.apply(tf.data.experimental.assert_cardinality(batch_slice.num_batches))
-    return without_sharding(parsed.prefetch(tf.data.AUTOTUNE))
+        def window(number: tf.Tensor) -> tf.data.Dataset:
+            return _read_window(split, seed, number, tf.where(number == first_window, skipped, 0))
+
+        def task_part(raw_G: tf.Tensor) -> tf.Tensor:
+            return tf.reshape(raw_G, [replicas.total, replica_batch])[replicas.first : replicas.first + replicas.count]
+
+        parse = _parser(split, replica_batch)
+        raw = tf.data.Dataset.range(first_window, tf.int64.max).flat_map(window).prefetch(1)
+        raw = raw.rebatch(global_batch, drop_remainder=True)
+        parsed = raw.map(task_part).unbatch().map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return without_sharding(parsed.apply(INFINITE).prefetch(tf.data.AUTOTUNE))
+
+    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+        split = self.record.test
+        raw = _interleave(split, tf.range(len(split.files), dtype=tf.int64))
+        return batches.eval_dataset(raw, split, replica_batch, replicas, _parser(split, replica_batch))
 
 
-def eval_dataset(split: ShardSplit, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the test batches of replicas; see `batches.eval_dataset`."""
-    parse = _parser(split, replica_batch)
-    raw = _interleave(split, tf.range(len(split.files), dtype=tf.int64))
-    return batches.eval_dataset(raw, split.num_examples, split.example_bytes, replica_batch, replicas, parse)
+def _counts(split: Split) -> tf.Tensor:
+    """Return the examples in each shard, `[S] int64`."""
+    return tf.constant([file.num_examples for file in split.files], tf.int64)
 
 
-def _num_windows(split: ShardSplit) -> int:
+def _num_windows(split: Split) -> int:
     return -(-len(split.files) // WINDOW_SHARDS)
 
 
@@ -67,28 +76,28 @@ def _fold(key: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
     return tf.random.fold_in(key, number, alg="philox")  # the default algorithm depends on the device
 
 
-def _order(split: ShardSplit, seed: int, epoch: tf.Tensor) -> tf.Tensor:
+def _order(split: Split, seed: int, epoch: tf.Tensor) -> tf.Tensor:
     """Return the order of the shards in an epoch, `[S] int64`."""
     key = _fold(_epoch_key(seed, epoch), tf.constant(0, tf.int64))
     return tf.random.experimental.stateless_shuffle(tf.range(len(split.files), dtype=tf.int64), key, alg="philox")
 
 
-def _find_position(split: ShardSplit, seed: int, position: int) -> tuple[tf.Tensor, tf.Tensor]:
+def _find_position(split: Split, seed: int, position: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the window of an example, counted over all epochs, and its index there."""
     with tf.device("CPU:0"):
         position = tf.cast(position, tf.int64)
         epoch, left = position // split.num_examples, position % split.num_examples
-        counts_S = tf.gather(tf.constant(split.counts, tf.int64), _order(split, seed, epoch))
+        counts_S = tf.gather(_counts(split), _order(split, seed, epoch))
         starts = tf.cumsum(counts_S, exclusive=True)[::WINDOW_SHARDS]
         window = tf.searchsorted(starts, [left], side="right", out_type=tf.int64)[0] - 1
         return epoch * _num_windows(split) + window, left - starts[window]
 
 
-def _read_window(split: ShardSplit, seed: int, number: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
+def _read_window(split: Split, seed: int, number: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
     """Return one window as a dataset of one element: its shuffled records, `[n] string`, without the skipped ones."""
     epoch, window = number // _num_windows(split), number % _num_windows(split)
     shards_W = _order(split, seed, epoch)[window * WINDOW_SHARDS : (window + 1) * WINDOW_SHARDS]
-    count = tf.reduce_sum(tf.gather(tf.constant(split.counts, tf.int64), shards_W))
+    count = tf.reduce_sum(tf.gather(_counts(split), shards_W))
     key = _fold(_epoch_key(seed, epoch), window + 1)
 
     def shuffle(raw_n: tf.Tensor) -> tf.Tensor:
@@ -103,7 +112,7 @@ def _read_window(split: ShardSplit, seed: int, number: tf.Tensor, skipped: tf.Te
     return _interleave(split, shards_W).batch(count).map(shuffle)
 
 
-def _interleave(split: ShardSplit, shards_W: tf.Tensor) -> tf.data.Dataset:
+def _interleave(split: Split, shards_W: tf.Tensor) -> tf.data.Dataset:
     """Interleave the records of shards, in a fixed order although they are read in parallel.
 
     The blocks of a shard are checked whenever it is opened.
@@ -129,19 +138,20 @@ def _interleave(split: ShardSplit, shards_W: tf.Tensor) -> tf.data.Dataset:
     )
 
 
-def _parser(split: ShardSplit, replica_batch: int) -> Callable[[tf.Tensor], Batch]:
+def _parser(split: Split, replica_batch: int) -> Callable[[tf.Tensor], Batch]:
     """Return a function that parses a replica's records of one step, `[B] string`."""
+    features_leaf, labels_leaf = split.example["features"], split.example["labels"]
     fields = {
         "features": tf.io.FixedLenFeature([], tf.string),
-        "label": tf.io.FixedLenFeature(split.label_shape, split.label_dtype),
+        "label": tf.io.FixedLenFeature(labels_leaf.shape, labels_leaf.dtype),
     }
-    if split.weighted:
+    if "weights" in split.example:
         fields["weight"] = tf.io.FixedLenFeature([], tf.float32)
 
     def parse(raw_B: tf.Tensor) -> Batch:
         values = tf.io.parse_example(raw_B, fields)
-        flat = tf.io.decode_raw(values["features"], tf.as_dtype(split.feature_dtype), little_endian=True)
-        features = tf.reshape(flat, [replica_batch, *split.feature_shape])
+        flat = tf.io.decode_raw(values["features"], tf.as_dtype(features_leaf.dtype), little_endian=True)
+        features = tf.reshape(flat, [replica_batch, *features_leaf.shape])
         return Batch(features, values["label"], values.get("weight", tf.ones([replica_batch])))
 
     return parse

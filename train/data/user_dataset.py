@@ -17,19 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from cluster.system.errors import ClusterError, UsageError, nearest
-from cluster.system.messages import described
+from cluster.system.errors import UsageError, nearest
 from train import named
-from train.data import arrays
+from train.data.dataset_record import DTYPES, SPLITS, Leaf, show_example, stored_dtype
 from train.named import Named
 from train.settings import references
-
-SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True)
 class UserDataset:
-    """The checked result of the function; see `train.data.arrays.Split` for the arrays."""
+    """The checked result of the function; see `train.data.dataset_record.Split` for the arrays."""
 
     classes: Named
     splits: Mapping[str, tuple[Named, ...]]
@@ -38,19 +35,13 @@ class UserDataset:
 
 
 def read_dataset(name: str) -> UserDataset:
-    """Call the function `package.module:function` and return its arrays, in the types of `arrays.DTYPES`."""
+    """Call the function `package.module:function` and return its arrays, in the types of `DTYPES`."""
     function = references.load_object("--dataset", name)
     if callable(function) and not references.accepts_arguments(function):
         raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")
     returned = references.call_user_function("--dataset", name, function)
-    try:
+    with references.user_errors(f"dataset {name} returns a value that cannot be converted to arrays"):
         return _checked(name, returned)
-    except ClusterError:
-        raise
-    except Exception as error:  # the result may be of any class
-        raise UsageError(
-            f"dataset {name} returns a value that cannot be converted to arrays: {described(error)}"
-        ) from None
 
 
 def _checked(name: str, returned: Any) -> UserDataset:
@@ -82,7 +73,7 @@ def _classes(name: str, returned: Any, labels: Named) -> Named:
 def _split(subject: str, returned: Any) -> tuple[Named, ...]:
     if not isinstance(returned, Sequence) or len(returned) not in (2, 3):
         raise UsageError(f"{subject} is neither (features, labels) nor (features, labels, weights)")
-    split = tuple(_part(subject, part, value) for part, value in zip(arrays.DTYPES, returned, strict=False))
+    split = tuple(_part(subject, part, value) for part, value in zip(DTYPES, returned, strict=False))
     features, labels, *weights = split
     lengths = [len(array) for part in split for array in named.leaves(part)]
     if len(set(lengths)) > 1:
@@ -116,7 +107,7 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
         if array.max(initial=0) > np.iinfo(np.int64).max:
             raise UsageError(f"{subject} go up to {array.max()}; expected whole numbers below 2**63")
         array = array.astype(np.int64)
-    stored = arrays.stored_dtype(subject, part, array.dtype)
+    stored = stored_dtype(subject, part, array.dtype)
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(array, stored)
     if part != "features" and array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
@@ -126,20 +117,17 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
 
 
 def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> None:
-    train, test = (splits[split] for split in SPLITS)
-    for part, *both in zip(arrays.DTYPES, train, test, strict=False):
-        names, test_names = (",".join(named.in_words(value)) for value in both)
-        if sorted(named.in_words(both[0])) != sorted(named.in_words(both[1])):
-            raise UsageError(
-                f"dataset {name}: {part} of train and test are{names} and{test_names}; expected the same names"
-            )
-        for which, pair in named.in_words(named.each(lambda *pair: pair, *both)).items():
-            forms = [f"{array.dtype.name} [{', '.join(['N', *map(str, array.shape[1:])])}]" for array in pair]
-            if forms[0] != forms[1]:
-                raise UsageError(
-                    f"dataset {name}: {part}{which} of train and test are {' and '.join(forms)}; expected the same"
-                )
-    labels = named.each(lambda *pair: pair, train[1], test[1])
+    examples = [
+        {
+            part: named.each(lambda array: Leaf(array.shape[1:], array.dtype.name), arrays)
+            for part, arrays in zip(("features", "labels"), splits[split], strict=False)
+        }
+        for split in SPLITS
+    ]
+    if examples[0] != examples[1]:
+        both = " and ".join(map(show_example, examples))
+        raise UsageError(f"dataset {name}: examples of train and test are {both}; expected the same")
+    labels = named.each(lambda *pair: pair, *(splits[split][1] for split in SPLITS))
     for (which, pair), names_of_head in zip(named.in_words(labels).items(), named.leaves(classes), strict=True):
         _check_labels(f"dataset {name}:", which, names_of_head, *pair)
 

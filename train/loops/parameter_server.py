@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.contract.recovery.step_record import StepRecord
-from train.data import feeds
 from train.data.batches import Batch, BatchSlice
-from train.data.sources import IndexedSource, Source
+from train.data.feeds import train_batch
+from train.data.sources import Source
 from train.loops.steps import LoopResult, Request, no_request
 from train.loops.train_step import Computed, TrainStep, cut_part, repeat
 
@@ -72,7 +72,7 @@ class AsynchronousSteps:
         return LoopResult.of_columns(np.concatenate(results), self._train_step.objective, request(0, 0))
 
     def _trace_slice(self, iterator: Any, first: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        examples = iterator.get_next() if self._source.arrays else None
+        examples = iterator.get_next() if self._source.in_memory else self._source.examples("train")
 
         def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
             batch = self._batch(iterator, examples, first + done)
@@ -90,10 +90,9 @@ class AsynchronousSteps:
         return repeat(count, step, tf.zeros(self._no_results.shape))
 
     def _batch(self, iterator: Any, examples: Any, step: tf.Tensor) -> Batch:
-        if not isinstance(self._source, IndexedSource):
+        if examples is None:
             return iterator.get_next()
-        examples = examples or self._source.examples("train")
-        return feeds.train_batch(examples, step, tf.constant(0, tf.int64), self._batch_slice)
+        return train_batch(examples, step, tf.constant(0, tf.int64), self._batch_slice)
 
     def _trace_step(self, batch: Batch, step: tf.Tensor) -> tf.Tensor:
         train_step, run = self._train_step, self._strategy.run
@@ -113,10 +112,9 @@ class AsynchronousSteps:
 
 def worker_dataset(source: Source, global_batch: int, seed: int) -> tf.data.Dataset:
     """Return a worker's dataset: all examples as one element, or an infinite stream of batches."""
-    if source.arrays:
-        split = source.arrays.train
+    if source.in_memory:
         # One element, the whole split, which the worker reads once and then passes by reference.
-        return tf.data.Dataset.from_tensors(0).map(lambda _: feeds.load_examples(split)).cache().repeat()
-    if isinstance(source, IndexedSource):
+        return tf.data.Dataset.from_tensors(0).map(lambda _: source.examples("train")).cache().repeat()
+    if source.examples("train") is not None:
         return tf.data.Dataset.from_tensors(0)  # each step reads its batch
     return source.shuffled_batches(global_batch, seed)

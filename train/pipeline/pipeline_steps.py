@@ -37,7 +37,7 @@ class PipelineSteps:
         summed_gradients.take_summed_gradients(policy.optimizer)
         config, task_stages = context.config, context.task_stages
         self._asynchronous = config.pipeline.schedule == "pipedream"
-        assert context.source.arrays is not None  # the plan refuses others
+        assert context.source.in_memory  # the plan refuses others
         shards = VirtualShards(task_stages.pipelines, task_stages.pipelines)
         data = context.strategy, context.source, 0, config.global_batch, config.seed, shards, config.micro_batches
         self._feed = feeds.train_feed(*data)
@@ -67,9 +67,8 @@ class PipelineSteps:
         context, pipelines = self._context, self._task_stages.pipelines
         if self._task_stages.whole:
             return context.new_evaluation()
-        arrays = context.source.arrays
-        assert arrays is not None
-        examples, batch = feeds.load_examples(arrays.test), evaluation.replica_batch(context.source)
+        examples, batch = context.source.examples("test"), evaluation.replica_batch(context.source)
+        assert examples is not None
         share = {"replica_batch": batch, "num_replicas": pipelines}
         rounds = eval_batches(context.source.test_examples, **share)
 

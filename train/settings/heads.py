@@ -1,4 +1,4 @@
-"""The losses of a model with several outputs, and their weights, in the syntax of the command line.
+"""The losses, weights and classes of a model with several outputs, in the syntax of the command line.
 
     --loss kind=sparse_categorical_crossentropy,price=mean_squared_error --loss-weights price=0.1
 
@@ -22,6 +22,13 @@ def parse_weights(text: str) -> dict[str, float]:
     return _by_head("--loss-weights", text, _weight, "head=number, from 0") if text else {}
 
 
+def parse_outputs(text: str) -> dict[str, int]:
+    """Return the number of classes of each head that `--num-outputs` names; that of a single output has the key ""."""
+    if "=" in text:
+        return _by_head("--num-outputs", text, _count, "head=classes")
+    return {"": int(text)} if text.isdecimal() and int(text) > 0 else {}
+
+
 def check_heads(option: str, named: Iterable[str], heads: Iterable[str]) -> None:
     """Check that the data has labels for every head that an option names."""
     known = list(heads)
@@ -41,6 +48,12 @@ def _by_head(option: str, text: str, convert: Callable[[str], Any], expected: st
         except ValueError:
             raise UsageError(f"{option} {part.strip()!r}: expected {expected}, each head once, with commas") from None
     return by_head
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def _weight(text: str) -> float:

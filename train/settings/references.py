@@ -4,13 +4,14 @@ Checking reads the user's source without running it, so that a typo is found bef
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import symtable
 import sys
 import sysconfig
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,19 @@ def check_reference(option: str, reference: str, built_in: Collection[str]) -> N
 def load_object(option: str, reference: str) -> Any:
     """Import the object `package.module:name`."""
     module, _, name = reference.partition(":")
-    try:
+    with user_errors(f"{option} {reference!r}"):
         return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise UsageError(f"{option} {reference!r}: {described(error)}") from error
+
+
+@contextlib.contextmanager
+def user_errors(subject: str, error_class: type[ClusterError] = UsageError) -> Iterator[None]:
+    """Report an error of a user's code, which may raise anything, in one line that begins with `subject`."""
+    try:
+        yield
+    except ClusterError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise error_class(f"{subject}: {described(error)}") from error
 
 
 def accepts_arguments(function: Callable[..., Any], *arguments: Any) -> bool:

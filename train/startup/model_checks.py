@@ -21,7 +21,7 @@ from cluster.system.errors import ClusterError, UsageError
 from cluster.system.messages import described
 from train import named, patches
 from train.config import TrainConfig
-from train.data import feeds, sources
+from train.data import feeds, opening
 from train.data.batches import BatchSlice
 from train.data.sources import Source
 from train.loops import fit
@@ -67,8 +67,8 @@ def check_parts(
     Raises:
         UsageError: a part is wrong, or the model cannot be cut like that.
     """
-    source = sources.open_source(config, data_dir)
-    if source.arrays is not None:
+    source = opening.open_source(config, data_dir)
+    if source.in_memory:
         shares = batch_divisor
         if config.loop != "fit":
             shares = (config.bitwise_elastic or shares) * config.micro_batches
@@ -124,16 +124,17 @@ def _build_without_values(new_model: Any, config: TrainConfig, strategy: str) ->
 
 
 def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> None:
-    if source.arrays is None:
+    if not source.in_memory:
         return
-    files = source.arrays.train.features
-    types = input_types.input_dtypes(model, files)
-    for which, (file, dtype) in named.in_words(named.each(lambda *both: both, files, types)).items():
-        if not file.dtype.startswith("int") or (dtype == "float32" and getattr(model, "inputs", None)):
+    leaves, files = source.record.train.example["features"], source.record.train.files
+    types = input_types.input_dtypes(model, leaves)
+    features = named.in_words(named.each(lambda *both: both, leaves, types))
+    for file, (which, (leaf, dtype)) in zip(files, features.items(), strict=False):  # then files of labels
+        if not leaf.dtype.startswith("int") or (dtype == "float32" and getattr(model, "inputs", None)):
             continue  # Keras also rounds for a float input
         most = 2**24 if dtype == "float32" else tf.as_dtype(dtype).max
         least = -most if dtype == "float32" else tf.as_dtype(dtype).min
-        values = np.memmap(file.path, file.dtype, "r")
+        values = np.memmap(file.path, leaf.dtype, "r")
         if wrong := [value for value in (int(values.min()), int(values.max())) if not least <= value <= most]:
             raise UsageError(
                 f"--model {config.model!r} takes features{which} as {dtype}, which cannot hold {wrong[0]}; declare "
@@ -216,7 +217,7 @@ def check_objective(
             f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"
         )
     mask_specs = [_spec(mask, tf.bool) for mask in output_masks]
-    labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0, num_steps=1)).element_spec.labels
+    labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0)).element_spec.labels
     outputs = tf.nest.map_structure(_spec, outputs)
     graph = _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
     if parts > 1 and _depends_on_others(labels, outputs, objective.loss):
@@ -332,7 +333,7 @@ def measure_model(config: TrainConfig, strategy: str, data_dir: Path) -> dict[st
     Raises:
         UsageError: the model or its data is wrong.
     """
-    source = sources.open_source(config, data_dir)
+    source = opening.open_source(config, data_dir)
     with precision_policy(precision_of(strategy, config.precision)):
         model = models.build_configured(config, source.feature_shape, source.num_outputs)
         optimizer = optimizers.build_optimizer(config)

@@ -1,7 +1,8 @@
 """oneDNN's primitives in a model: whether each gives the same bits on every call.
 
 On CPUs oneDNN's kernels can be twice as fast as TensorFlow's own, but a few of them add in an order that varies.
-`primitives.toml` lists the operations that were measured, forward and gradient; `benchmarks/primitives.py` renews it.
+`operations.toml` lists the operations that TensorFlow replaces by oneDNN's. `primitives.toml` lists those that were
+measured, forward and gradient; `benchmarks/primitives.py` renews it.
 """
 
 import tomllib
@@ -11,22 +12,9 @@ from pathlib import Path
 import tensorflow as tf
 
 TABLE = Path(__file__).with_suffix(".toml")
-CONVOLUTIONS = frozenset(
-    {
-        *("Conv2D", "Conv2DBackpropInput", "DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropInput"),
-        *("Conv3D", "Conv3DBackpropInputV2"),
-    }
-)
-"""Operations with the filter as their second input."""
-OPERATIONS = CONVOLUTIONS | {
-    *("AvgPool", "AvgPool3D", "MaxPool", "MaxPool3D", "Conv2DBackpropFilter", "Conv3DBackpropFilterV2"),
-    *("DepthwiseConv2dNativeBackpropFilter", "AvgPoolGrad", "AvgPool3DGrad", "MaxPoolGrad", "MaxPool3DGrad"),
-    *("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul", "SparseMatrixMatMul", "_FusedMatMul"),
-    *("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "FusedBatchNormGrad", "FusedBatchNormGradV2"),
-    *("FusedBatchNormGradV3", "Concat", "ConcatV2", "ConjugateTranspose", "Transpose", "Softmax", "_FusedConv2D"),
-    *("QuantizeV2", "Dequantize", "QuantizedConv2D", "QuantizedMatMulWithBias"),
-}
-"""Operations that TensorFlow 2.21 replaces by oneDNN's (its kernels with the prefix `_MklNative` or `_Mkl`)."""
+_OPERATIONS = tomllib.loads(Path(__file__).with_name("operations.toml").read_text())
+CONVOLUTIONS = frozenset(_OPERATIONS["convolutions"])
+OPERATIONS = CONVOLUTIONS | frozenset(_OPERATIONS["others"])
 
 
 def find_unverified(graphs: Iterable[tf.Graph]) -> list[str]:

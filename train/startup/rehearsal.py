@@ -11,8 +11,7 @@ from tensorflow.python.eager import context  # forgetting its devices has no pub
 from train import patches
 from train.config import TrainConfig
 from train.data import feeds
-from train.data.batches import Batch, BatchSlice
-from train.data.feeds import Feed
+from train.data.batches import BatchSlice
 from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import models, objectives, optimizers
@@ -46,17 +45,10 @@ def rehearse_step() -> None:
     objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
     train_step = TrainStep(model, policy, objective, EXAMPLES, 1)
     steps.gathering(strategy)(0)
-    steps.SynchronousSteps(strategy, train_step, _feed(), 1)(0, 1)
-    keras.backend.clear_session()
-    context._reset_context()  # a cluster can only be formed before any device is used
-
-
-def _feed() -> Feed:
     examples = feeds.ArrayExamples(
         tf.zeros([EXAMPLES, *IMAGE], tf.uint8), tf.range(EXAMPLES, dtype=tf.int64) % CLASSES, weights=None
     )
-
-    def batch(_next: object, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        return feeds.train_batch(examples, step, replica, BatchSlice(EXAMPLES, seed=0))
-
-    return Feed(lambda: (), batch)
+    feed = feeds.gathering_feed(examples, BatchSlice(EXAMPLES, seed=0))
+    steps.SynchronousSteps(strategy, train_step, feed, 1)(0, 1)
+    keras.backend.clear_session()
+    context._reset_context()  # a cluster can only be formed before any device is used

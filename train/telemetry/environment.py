@@ -13,6 +13,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import RunFailed
 from cluster.system.files import sha256
 from cluster.system.json_files import read_json, write_json
+from train.data.dataset_record import advice
 from train.data.sources import Source
 
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "numpy", "nvidia-nccl-cu12")
@@ -29,9 +30,12 @@ def record_environment(run: RunFolder, dataset: str, source: Source) -> None:
     environment, manifest = describe_environment(), read_json(run.manifest, {})
     write_json(run.environment, environment)
     data = manifest.get("data", {})
-    if (data.get("name"), data.get("version")) != (dataset, source.version):  # otherwise this is a later generation
-        made_from = dict(source.arrays.source_files) if source.arrays else {}
-        data = {"name": dataset, "version": source.version, "files": _used(source), "made_from": made_from}
+    if (data.get("name"), data.get("version")) != (
+        dataset,
+        source.record.version,
+    ):  # otherwise this is a later generation
+        made_from = dict(source.record.source_files)
+        data = {"name": dataset, "version": source.record.version, "files": _used(source), "made_from": made_from}
     write_json(run.manifest, manifest | {"data": data, "environment": environment})
 
 
@@ -41,10 +45,12 @@ def _used(source: Source) -> dict[str, str]:
     That of arrays is checked now. Shards can be too large for that: theirs was recorded with the hashes of the blocks,
     which are checked whenever a shard is read.
     """
-    for path, prepared in source.files.items():
-        if source.arrays and sha256(path) != prepared:
-            raise RunFailed(f"{path} has changed since it was prepared; {source.arrays.again}, then start again")
-    return {path.name: prepared for path, prepared in source.files.items()}
+    record = source.record
+    for file in record.files if source.in_memory else ():
+        if sha256(file.path) != file.sha256:
+            again = f"{advice(record.kind, record.name)}, then start again"
+            raise RunFailed(f"{file.path} has changed since it was prepared; {again}")
+    return {file.path.name: file.sha256 for file in record.files}
 
 
 def describe_environment() -> dict[str, Any]:

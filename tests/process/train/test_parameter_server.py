@@ -14,7 +14,8 @@ from cluster.system.ports import free_ports
 from train import patches, program
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
-from train.data import arrays, sources
+from train.data import arrays, opening
+from train.data.sources import Source
 from train.loops import parameter_server
 from train.loops.train_step import TrainStep
 from train.model import objectives
@@ -86,7 +87,7 @@ def counted() -> int:
 class Training:
     """A training whose slices are done one after the other, so that its numbers can be compared."""
 
-    source: sources.Source
+    source: Source
     settings: Optimizer = SGD
     micro_batches: int = 1
     steps_per_loop: int = 8
@@ -134,11 +135,11 @@ def unpatched() -> int:
 
 
 @pytest.fixture(scope="module")
-def source(unpatched, tmp_path_factory) -> sources.Source:
+def source(unpatched, tmp_path_factory) -> Source:
     folder = tmp_path_factory.mktemp("data")
     parts = (np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32), np.arange(EXAMPLES) % 2)
     arrays.write_arrays(folder, "own:numbers", "1", {"train": parts, "test": parts})
-    return sources.open_source(TrainConfig(dataset="own:numbers"), folder)
+    return opening.open_source(TrainConfig(dataset="own:numbers"), folder)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def test_decay_schedules_and_averages_must_continue_with_the_same_bits_after_a_r
 
 
 def test_damaged_data_must_be_reported_by_the_worker_that_reads_it(source):
-    path = source.arrays.train.features.path
+    path = source.record.train.files[0].path
     path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:])
     with pytest.raises(Exception) as raised:
         Training(source).trained()

@@ -32,8 +32,8 @@ from tests.support.small_training import (
 )
 from train import patches, program
 from train.config import Optimizer
-from train.data import feeds, sources
 from train.data.batches import Batch
+from train.data.sources import Source
 from train.loops import evaluation, steps
 from train.loops.actions import CheckFinite
 from train.loops.loop import CallProgress
@@ -46,7 +46,7 @@ DEVICES = 3
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> sources.Source:
+def source(tmp_path_factory) -> Source:
     tf.config.experimental.enable_op_determinism()
     patches.apply()
     keep_order_of_sums(2, deterministic=True)
@@ -65,14 +65,14 @@ def whole_model() -> keras.Model:
 
 
 def test_the_same_training_must_give_the_same_bits_also_from_an_iterator(source):
-    read = dataclasses.replace(source, arrays=None)
+    read = dataclasses.replace(source, in_memory=False)
     one, other = (training("mirrored-3", each, CLIPPED, micro_batches=2).trained() for each in (source, read))
     assert one == other
 
 
 def test_virtual_shards_must_give_the_same_bits_on_any_replicas_and_from_an_iterator(source):
     """With BatchNormalization, dropout and micro-batches, on one replica and on three, of which one has two shards."""
-    read = dataclasses.replace(source, arrays=None)
+    read = dataclasses.replace(source, in_memory=False)
     how = {"micro_batches": 3, "elastic": True, "model_of": whole_model}
     one, three = (training(*given, CLIPPED, **how).trained() for given in (("one", source), ("mirrored-3", read)))
     assert one == three
@@ -103,7 +103,7 @@ def wide_model() -> keras.Model:
     return keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES)])
 
 
-def largest_temporary(source: sources.Source, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def largest_temporary(source: Source, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the bytes of the largest activation in the graph of a step, and so of what memory holds of each layer."""
     done = training("one", source, PLAIN, micro_batches=micro_batches, model_of=wide_model)
     made: list[int] = []
@@ -263,11 +263,11 @@ def test_signals_of_one_task_reach_every_task(source, where):
 @pytest.mark.parametrize("where", ["one", "mirrored-3"])
 def test_evaluation_takes_each_of_1003_examples_of_an_iterator_once(source, where, monkeypatch):
     """Also the second time, and without the weights that the split has."""
-    examples, model = feeds.load_examples(source.arrays.test), new_model(0)
+    examples, model = source.examples("test"), new_model(0)
     expected = np.mean(np.argmax(model(examples.features), -1) == examples.labels.numpy())
     strategy = strategy_called(where)
     with strategy.scope():
         model = new_model(0)
     monkeypatch.setattr(evaluation, "MOST_EXAMPLES", 100)
-    evaluate = evaluation.new_evaluation(strategy, model, OBJECTIVE, dataclasses.replace(source, arrays=None))
+    evaluate = evaluation.new_evaluation(strategy, model, OBJECTIVE, dataclasses.replace(source, in_memory=False))
     assert [pytest.approx(expected)] * 2 == [evaluate()["eval_accuracy"] for _ in range(2)]

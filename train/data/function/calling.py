@@ -4,114 +4,64 @@
         return ...  # a tf.data.Dataset of the shard's examples, or an object with __len__ and __getitem__
 
 An example is `(features, labels)` or `(features, labels, weight)`; features and labels are arrays or dictionaries of
-arrays, of the types of `train.data.arrays.DTYPES`. Every task compares the function's result with the record:
-
-    <data_dir>/functions/<name>.json             the version of the newest record
-    <data_dir>/functions/<name>-<version>.json   a record
+arrays, of the types of `train.data.dataset_record.DTYPES`. Every task compares the function's result with the record.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx  # has no public name
 
-from cluster.system.errors import ClusterError, UsageError
-from cluster.system.json_files import write_json
-from cluster.system.messages import COMMAND, described
+from cluster.system.errors import UsageError
 from train import named
-from train.data import arrays, store
+from train.data import store
+from train.data.dataset_record import PARTS, DatasetRecord, Leaf, Split, parse_part, show_example, stored_dtype
 from train.named import Named
 from train.settings import references
 
-SPLITS = ("train", "test")
 RANDOM_ACCESS, DATASET = "random access", "tf.data.Dataset"
-PARTS = tuple(arrays.DTYPES)
-"""The parts of an example: features, labels, weights."""
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One array of an example."""
+@dataclass(frozen=True, kw_only=True)
+class FunctionRecord(DatasetRecord):
+    """A dataset function, which has no files.
 
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class FunctionRecord:
-    """A dataset function.
+    Its name is `package.module:function`; its version the first 12 digits of the sha256 of all that was examined.
 
     Attributes:
-        name: `package.module:function`.
         form: the form of its result, `RANDOM_ACCESS` or `DATASET`.
-        example: a `Leaf` or a dictionary of them for each of `PARTS` of an example.
-        num_outputs: number of classes or of values to predict; a dictionary if labels are one.
-        counts: number of examples of each split.
         counted: whether the examples were counted, because the datasets do not know their length.
     """
 
-    name: str
+    kind = "functions"
     form: str
-    example: Mapping[str, Named]
-    num_outputs: Any
-    counts: Mapping[str, int]
-    counted: bool = False
+    counted: bool
 
     @property
-    def version(self) -> str:
-        """The first 12 digits of the sha256 of all fields."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+    def note(self) -> str:
+        return f"{' (counted)' if self.counted else ''}, read by each task by {self.form}"
 
-    @property
-    def leaves(self) -> list[Leaf]:
-        """All arrays of an example."""
-        return [leaf for part in self.example.values() for leaf in named.leaves(part)]
+    @classmethod
+    def path(cls, data_dir: Path, name: str, version: str) -> Path:
+        path = store.path_of(data_dir, cls.kind, name, version)
+        return path.with_name(f"{path.name}.json")
 
-    def __str__(self) -> str:
-        features = named.leaves(self.example["features"])
-        shapes = ", ".join(f"{list(leaf.shape)} {leaf.dtype}" for leaf in features)
-        counted = " (counted)" if self.counted else ""
-        return (
-            f"{self.name} {self.version}: {self.counts['train']} examples to train, {self.counts['test']} to test"
-            f"{counted}, each {shapes}, read by each task by {self.form}"
-        )
+    @classmethod
+    def from_json(cls, folder: Path, value: Mapping[str, Any]) -> Self:
+        version = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+        classes = parse_part(value["example"]["labels"], lambda _: ())
+        return super().from_json(folder, {**value, "version": version, "classes": classes})
 
-
-def read_record(data_dir: Path, name: str, version: str = "") -> FunctionRecord:
-    """Find the record of a dataset function."""
-    command = f"{COMMAND} data.examine --name {name}"
-    version = version or store.read_pointer(data_dir, "functions", name, command)
-    path = _record_file(data_dir, name, version)
-    return store.read_index(
-        path, _from_fields, f"{name} {version} was not examined in {data_dir}; run `{command}`", command
-    )
-
-
-def _from_fields(fields: dict[str, Any]) -> FunctionRecord:
-    return FunctionRecord(**fields | {"example": {name: _read_part(part) for name, part in fields["example"].items()}})
-
-
-def _read_part(part: Mapping[str, Any]) -> Named:
-    if isinstance(part.get("shape"), list):  # a dictionary of arrays may have one with that name
-        return Leaf(tuple(part["shape"]), part["dtype"])
-    return {name: _read_part(leaf) for name, leaf in part.items()}
-
-
-def write_record(data_dir: Path, record: FunctionRecord) -> None:
-    """Write a record as the newest of its function."""
-    write_json(_record_file(data_dir, record.name, record.version), asdict(record))
-    store.write_pointer(data_dir, "functions", record.name, record.version)
-
-
-def _record_file(data_dir: Path, name: str, version: str) -> Path:
-    path = store.path_of(data_dir, "functions", name, version)
-    return path.with_name(f"{path.name}.json")
+    @classmethod
+    def parse_split(cls, folder: Path, value: Mapping[str, Any], split: str) -> Split:  # noqa: ARG003  # it has no files
+        example = {name: parse_part(part, Leaf.from_json) for name, part in value["example"].items()}
+        return Split(value["counts"][split], example)
 
 
 @dataclass(frozen=True)
@@ -164,7 +114,7 @@ def split_example(subject: str, example: Any) -> tuple[Any, ...]:
 
 
 def describe_example(subject: str, example: tuple[Any, ...]) -> dict[str, Named]:
-    """Describe an example for `FunctionRecord.example`, from NumPy arrays or a dataset's element specification."""
+    """Describe an example for `Split.example`, from NumPy arrays or a dataset's element specification."""
 
     def leaf(part: str, value: Any) -> Leaf:
         shape = value.shape
@@ -173,7 +123,7 @@ def describe_example(subject: str, example: tuple[Any, ...]) -> dict[str, Named]
                 raise UsageError(f"{subject}: {part} of the shape {shape}; expected known sizes: use tf.ensure_shape")
             shape = shape.as_list()
         dtype = value.dtype.as_numpy_dtype if isinstance(value, tf.TensorSpec) else value.dtype
-        return Leaf(tuple(shape), arrays.stored_dtype(f"{subject}: {part}", part, np.dtype(dtype)))
+        return Leaf(tuple(shape), stored_dtype(f"{subject}: {part}", part, np.dtype(dtype)))
 
     described_parts = {}
     for part, values in zip(PARTS, example, strict=False):
@@ -194,20 +144,7 @@ def describe_dataset(name: str, split: str, dataset: tf.data.Dataset) -> dict[st
     return describe_example(subject, split_example(subject, dataset.element_spec))
 
 
-def show_example(example: Mapping[str, Named]) -> str:
-    """Return the description of an example for messages."""
-    return ", ".join(
-        f"{part}{name} {list(leaf.shape)} {leaf.dtype}"
-        for part, value in example.items()
-        for name, leaf in named.in_words(value).items()
-    )
-
-
 def convert_to_arrays(subject: str, example: Any) -> tuple[Any, ...]:
     """Convert an example of a random-access source to NumPy arrays."""
-    try:
+    with references.user_errors(f"{subject} cannot be converted to arrays"):
         return tuple(named.each(np.asarray, part) for part in split_example(subject, example))
-    except ClusterError:
-        raise
-    except Exception as error:  # the example may be of any class
-        raise UsageError(f"{subject} cannot be converted to arrays: {described(error)}") from None

@@ -2,19 +2,24 @@
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed, UsageError
-from cluster.system.messages import described
-from train.data import arrays, store
+from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.system.json_files import write_json
+from train import named
+from train.data import store
 from train.data.batches import BatchSlice, Replicas
+from train.data.dataset_record import SPLITS, show_example, values_in
 from train.data.function import calling, reading
-from train.data.function.calling import DATASET, RANDOM_ACCESS, SPLITS, FunctionRecord, Leaf, Shard
+from train.data.function.calling import DATASET, RANDOM_ACCESS, FunctionRecord, Shard
 from train.data.prepare.preparation import say
 from train.named import Named
+from train.settings import heads
+from train.settings.references import user_errors
 
 
 def examine_function(
@@ -40,25 +45,29 @@ def examine_function(
     examples = {split: describe(name, split, data) for split, data in returned.items()}
     example = examples["train"]
     if examples["test"] != example:
-        both = " and ".join(calling.show_example(described) for described in examples.values())
+        both = " and ".join(show_example(described) for described in examples.values())
         raise UsageError(f"--dataset {name!r}: examples of train and test are {both}; expected the same")
     outputs = _outputs(name, example["labels"], num_outputs)
     counts, counted = _counts(name, returned, data_dir, fresh=fresh)
-    new = FunctionRecord(name, form, example, outputs, counts, counted)
+    leaves = {part: named.each(asdict, leaf) for part, leaf in example.items()}
+    value = {"name": name, "form": form, "example": leaves, "num_outputs": outputs}
+    value |= {"counts": counts, "counted": counted}
+    record = FunctionRecord.from_json(data_dir, value)
     if form == DATASET:
-        _trace(new, data_dir, seed)
-    with store.disk_errors(data_dir), store.lock(data_dir, say):
-        calling.write_record(data_dir, new)
-    return new
+        with user_errors(f"--dataset {name!r} cannot be built in every epoch, where shard.seed is a tensor"):
+            source = reading.FunctionSource(record=record, data_dir=data_dir)
+            source.shard_batches(BatchSlice(2, seed, replicas=Replicas(2)), 0)
+    with store.lock(data_dir, say):
+        write_json(record.path(data_dir, name, record.version), value)
+        store.write_pointer(data_dir, record.kind, name, record.version)
+    return record
 
 
 def _first_example(name: str, split: str, source: Any) -> dict[str, Named]:
     reading.length_of(name, split, source)
     subject = f"--dataset {name!r}: {split} example 0"
-    try:
+    with user_errors(subject):
         first = source[0]
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{subject}: {described(error)}") from None
     return calling.describe_example(subject, calling.convert_to_arrays(subject, first))
 
 
@@ -66,7 +75,7 @@ def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bo
     """Return the number of examples of each split, and whether they were counted, now or before."""
     known: FunctionRecord | None = None
     with contextlib.suppress(PrerequisiteError, RunFailed):
-        known = None if fresh else calling.read_record(data_dir, name)
+        known = None if fresh else FunctionRecord.find(data_dir, name)
     counts, counted = {}, False
     for split, data in returned.items():
         if not isinstance(data, tf.data.Dataset):
@@ -79,49 +88,28 @@ def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bo
             counted = True
             if known is None or not known.counted:
                 say(f"counting the {split} examples: the dataset does not know its length (see assert_cardinality)")
-                count = _count(name, split, data)
+                with user_errors(f"--dataset {name!r}: reading {split}"):
+                    count = int(data.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
             else:
-                count = known.counts[split]
+                count = known.splits[split].num_examples
         if not count:
             raise UsageError(f"--dataset {name!r} has no {split} example; expected at least one")
         counts[split] = count
     return counts, counted
 
 
-def _count(name: str, split: str, dataset: tf.data.Dataset) -> int:
-    try:
-        return int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
-    except tf.errors.OpError as error:
-        raise UsageError(f"--dataset {name!r}: reading {split}: {described(error)}") from None
-
-
-def _trace(new: FunctionRecord, data_dir: Path, seed: int) -> None:
-    """Build the pipeline as a task does, where the seed is a tensor."""
-    try:
-        reading.shard_batches(new, data_dir, BatchSlice(2, seed, replicas=Replicas(2)), 0)
-    except ClusterError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"--dataset {new.name!r} cannot be built again in every epoch: {described(error)}; shard.seed is a tensor"
-        ) from None
-
-
 def _outputs(name: str, labels: Named, num_outputs: str) -> Named:
-    heads = {"": labels} if isinstance(labels, Leaf) else dict(labels)
-    settings = [item.partition("=") for item in num_outputs.replace(" ", "").split(",") if item]
-    requested = {head if mark else "": count if mark else head for head, mark, count in settings}
+    requested = heads.parse_outputs(num_outputs)
     outputs = {}
-    for head, leaf in heads.items():
-        of_head = f" of {head!r}" if head else ""
+    for head, leaf in labels.items() if isinstance(labels, Mapping) else [("", labels)]:
         if leaf.dtype == "float32":
-            outputs[head] = arrays.values_in(leaf.shape)
-            continue
-        if not requested.get(head, "").isdecimal() or int(requested[head]) < 1:
-            example = "10" if not head else ",".join(f"{key}=10" for key in heads)
+            outputs[head] = values_in(leaf.shape)
+        elif head in requested:
+            outputs[head] = requested[head]
+        else:
+            of_head, example = (f" of {head!r}", ",".join(f"{key}=10" for key in labels)) if head else ("", "10")
             raise UsageError(
                 f"--num-outputs {num_outputs!r}: labels{of_head} of {name} are whole numbers; expected the number "
                 f"of classes, such as -- --num-outputs {example}"
             )
-        outputs[head] = int(requested[head])
     return outputs.get("", outputs)

@@ -14,10 +14,8 @@ run reads its epoch from the beginning and skips the examples that it has traine
 Shapes: B replica batch, G global batch, R replicas, L replicas of a task.
 """
 
-import math
 import re
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,87 +25,74 @@ import tensorflow as tf
 from tensorflow.python.ops import script_ops  # the registry of functions that graphs call has no public name
 
 from cluster.system.errors import ClusterError, RunFailed, UsageError
-from cluster.system.messages import COMMAND, described
+from cluster.system.messages import COMMAND
 from train import named
 from train.data import batches
-from train.data.batches import Batch, BatchSlice, Replicas, without_sharding
+from train.data.batches import INFINITE, Batch, BatchSlice, Replicas, without_sharding
+from train.data.dataset_record import PARTS, DatasetRecord, Split, show_example
+from train.data.feeds import IndexedSource
 from train.data.function import calling
-from train.data.function.calling import PARTS, FunctionRecord, Shard
+from train.data.function.calling import Shard
+from train.data.sources import Examples, Source
+from train.settings.references import user_errors
 
-_FAILURE = re.compile(r"RunFailed: (dataset [^\n]+)")
+_FAILURE = re.compile(r"(?:RunFailed|UsageError): (dataset [^\n]+)")
 _WRONG_COUNT = re.compile(r"expected to contain (\d+) elements? but contained (only |at least )?(\d+)")
 _ELSEWHERE = "Could not find callback with key=pyfunc_"
-_OPEN: dict[str, Callable[..., Any]] = {}
+_OPEN: dict[str, "SplitReader"] = {}
 """Sources that this process has registered; TensorFlow keeps only weak references."""
 
 
 class SplitReader:
     """Reads the examples of one split, one call at a time, because a source need not be thread-safe."""
 
-    def __init__(self, record: FunctionRecord, split: str, source: Any) -> None:
-        self._record, self._split, self._source = record, split, source
+    def __init__(self, record: DatasetRecord, split: str, source: Any) -> None:
+        self._subject, self._example, self._source = f"dataset {record.name}: {split}", record.train.example, source
         self._lock = threading.Lock()
 
     def __call__(self, indices_B: np.ndarray) -> list[np.ndarray]:
         """Return the arrays of some examples, `[B, ...]`, in the order of their parts."""
         indices = indices_B.tolist()
-        with self._lock:
-            examples = self._read(indices)
-        columns = zip(
-            *(self._flat(index, example) for index, example in zip(indices, examples, strict=True)), strict=True
-        )
-        return [np.stack(column) for column in columns]
-
-    def _read(self, indices: list[int]) -> Sequence[Any]:
-        try:
+        with self._lock, user_errors(f"{self._subject} examples {indices[0]} and following", RunFailed):
             if hasattr(type(self._source), "__getitems__"):
-                return list(self._source.__getitems__(indices))
-            return [self._source[index] for index in indices]
-        except (Exception, SystemExit) as error:
-            raise RunFailed(
-                f"dataset {self._record.name}: reading {self._split} examples {indices[0]} and following: "
-                f"{described(error)}"
-            ) from error
+                examples = list(self._source.__getitems__(indices))
+            else:
+                examples = [self._source[index] for index in indices]
+        rows = [self._to_row(index, example) for index, example in zip(indices, examples, strict=True)]
+        return [np.stack(column) for column in zip(*rows, strict=True)]
 
-    def _flat(self, index: int, example: Any) -> list[np.ndarray]:
-        subject = f"dataset {self._record.name}: {self._split} example {index}"
-        try:
-            parts = calling.convert_to_arrays(subject, example)
-            if (actual := calling.describe_example(subject, parts)) != self._record.example:
-                expected = calling.show_example(self._record.example)
-                raise RunFailed(f"{subject} is {calling.show_example(actual)}; expected {expected}")
-        except UsageError as error:
-            raise RunFailed(str(error)) from error
-        flat = []
+    def _to_row(self, index: int, example: Any) -> list[np.ndarray]:
+        subject = f"{self._subject} example {index}"
+        parts = calling.convert_to_arrays(subject, example)
+        if (actual := calling.describe_example(subject, parts)) != self._example:
+            raise RunFailed(f"{subject} is {show_example(actual)}; expected {show_example(self._example)}")
+        row = []
         for name, part in zip(PARTS, parts, strict=False):
-            arrays = named.each(lambda leaf, value: np.asarray(value, leaf.dtype), self._record.example[name], part)
-            flat += named.leaves(arrays)
-        return flat
+            arrays = named.each(lambda leaf, value: np.asarray(value, leaf.dtype), self._example[name], part)
+            row += named.leaves(arrays)
+        return row
 
 
-def open_split(record: FunctionRecord, split: str, data_dir: Path, seed: int) -> None:
+def open_split(record: DatasetRecord, split: str, data_dir: Path, seed: int) -> None:
     """Open a split for graphs that run in this process."""
-    if _token(record, split) in _OPEN:
+    token, expected = _token(record, split), record.splits[split].num_examples
+    if token in _OPEN:
         return
     source = calling.call_function(record.name, split, Shard(0, 1, seed, data_dir))
     if isinstance(source, tf.data.Dataset):
         raise UsageError(f"--dataset {record.name!r} returned a random-access source before; here a tf.data.Dataset")
-    if (length := length_of(record.name, split, source)) != record.counts[split]:
+    if (length := length_of(record.name, split, source)) != expected:
         raise UsageError(
-            f"--dataset {record.name!r} has {length} {split} examples here, {record.counts[split]} where it was "
-            f"examined; let all tasks see the same data, then `{COMMAND} data.examine --name {record.name}`"
+            f"--dataset {record.name!r} has {length} {split} examples here, {expected} where it was examined; "
+            f"let all tasks see the same data, then `{COMMAND} data.examine --name {record.name}`"
         )
-    reader = SplitReader(record, split, source)
-    _OPEN[_token(record, split)] = reader
-    script_ops._py_funcs._funcs[_token(record, split)] = reader
+    _OPEN[token] = script_ops._py_funcs._funcs[token] = SplitReader(record, split, source)
 
 
 def length_of(name: str, split: str, source: Any) -> int:
     """Return the number of examples of a source."""
-    try:
+    with user_errors(f"--dataset {name!r}: length of {split!r}"):
         length = len(source)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"--dataset {name!r}: length of {split!r}: {described(error)}") from None
     if not length:
         raise UsageError(f"--dataset {name!r} has no {split} example; expected at least one")
     return length
@@ -115,51 +100,55 @@ def length_of(name: str, split: str, source: Any) -> int:
 
 @dataclass(frozen=True)
 class SplitExamples:
-    """The examples of a split, read in a graph; see `train.data.feeds.Examples`."""
+    """The examples of a split, read in a graph; see `train.data.sources.Examples`."""
 
-    record: FunctionRecord
-    split: str
+    token: str
+    split: Split
 
     @property
     def num_examples(self) -> int:
-        return self.record.counts[self.split]
+        return self.split.num_examples
 
     def read_batch(self, indices_B: tf.Tensor) -> Batch:
-        described_leaves = self.record.leaves
         with tf.device("CPU:0"):
             flat = tf.raw_ops.PyFuncStateless(
-                input=[indices_B],
-                token=_token(self.record, self.split),
-                Tout=[tf.as_dtype(leaf.dtype) for leaf in described_leaves],
+                input=[indices_B], token=self.token, Tout=[tf.as_dtype(leaf.dtype) for leaf in self.split.leaves]
             )
         size = indices_B.shape[0]
-        pairs = zip(flat, described_leaves, strict=True)
-        shaped = iter([tf.ensure_shape(array, [size, *leaf.shape]) for array, leaf in pairs])
-        parts = {name: named.each(lambda _: next(shaped), part) for name, part in self.record.example.items()}
+        pairs = zip(flat, self.split.leaves, strict=True)
+        parts = self.split.join(tf.ensure_shape(array, [size, *leaf.shape]) for array, leaf in pairs)
         return Batch(parts["features"], parts["labels"], parts.get("weights", tf.ones([size])))
 
 
-def _token(record: FunctionRecord, split: str) -> str:
+class RandomAccessSource(IndexedSource):
+    """Examples that a user's function returns by their numbers."""
+
+    def examples(self, split: str) -> Examples:
+        return SplitExamples(_token(self.record, split), self.record.splits[split])
+
+
+def _token(record: DatasetRecord, split: str) -> str:
     return f"tf-cluster {record.name} {split}"
 
 
-def read_examples(record: FunctionRecord, split: str, shard: Shard) -> tf.data.Dataset:
+def read_examples(record: DatasetRecord, split: str, shard: Shard) -> tf.data.Dataset:
     """Return the examples of a shard, as `Batch`es of one example without the first axis."""
     dataset = calling.call_function(record.name, split, shard)
     if not isinstance(dataset, tf.data.Dataset):
         raise UsageError(f"--dataset {record.name!r} returned a tf.data.Dataset before; here {type(dataset).__name__}")
+    example = record.splits[split].example
     description = calling.describe_dataset(record.name, split, dataset)
-    if description != record.example:
+    if description != example:
         raise UsageError(
-            f"--dataset {record.name!r}: {split} example is {calling.show_example(description)} in this task, "
-            f"{calling.show_example(record.example)} where it was examined; let all tasks see the same data"
+            f"--dataset {record.name!r}: {split} example is {show_example(description)} in this task, "
+            f"{show_example(example)} where it was examined; let all tasks see the same data"
         )
 
     @tf.autograph.experimental.do_not_convert
     def stored(*parts: Any) -> Batch:
         parts = parts[0] if len(parts) == 1 else parts  # a named tuple
         cast = {
-            name: named.each(lambda value, leaf: tf.cast(value, leaf.dtype), part, record.example[name])
+            name: named.each(lambda value, leaf: tf.cast(value, leaf.dtype), part, example[name])
             for name, part in zip(PARTS, parts, strict=False)
         }
         return Batch(cast["features"], cast["labels"], cast.get("weights", tf.ones([])))
@@ -167,54 +156,55 @@ def read_examples(record: FunctionRecord, split: str, shard: Shard) -> tf.data.D
     return dataset.map(stored, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
-def train_dataset(record: FunctionRecord, data_dir: Path, batch_slice: BatchSlice) -> tf.data.Dataset:
-    """Return one batch for each replica, step by step."""
-    shards = [shard_batches(record, data_dir, batch_slice, replica) for replica in batch_slice.replicas.numbers]
-    in_turn = shards[0]
-    if len(shards) > 1:
-        in_turn = tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(len(shards)).repeat())
-    # A distributed dataset keeps the shapes of its batches if it is known to be infinite.
-    in_turn = in_turn.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-    return without_sharding(in_turn.take(batch_slice.num_batches).prefetch(tf.data.AUTOTUNE))
+@dataclass(frozen=True, kw_only=True)
+class FunctionSource(Source):
+    """Examples of the datasets that a user's function returns for shards."""
 
+    data_dir: Path
+    sharded: bool = True
 
-def shard_batches(record: FunctionRecord, data_dir: Path, batch_slice: BatchSlice, replica: int) -> tf.data.Dataset:
-    """Return the infinite batches `[B, ...]` of one replica's shard."""
-    num_examples, global_batch = record.counts["train"], batch_slice.global_batch
-    replica_batch, first_step = batch_slice.replica_batch, tf.cast(batch_slice.first_step, tf.int64)
+    def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
+        shards = [self.shard_batches(batch_slice, replica) for replica in batch_slice.replicas.numbers]
+        in_turn = shards[0]
+        if len(shards) > 1:
+            in_turn = tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(len(shards)).repeat())
+        return without_sharding(in_turn.apply(INFINITE).prefetch(tf.data.AUTOTUNE))
 
-    def begin(epoch: tf.Tensor) -> tf.Tensor:
-        return -(-epoch * num_examples // global_batch)
+    def shard_batches(self, batch_slice: BatchSlice, replica: int) -> tf.data.Dataset:
+        """Return the infinite batches `[B, ...]` of one replica's shard."""
+        num_examples, global_batch = self.train_examples, batch_slice.global_batch
+        replica_batch, first_step = batch_slice.replica_batch, tf.cast(batch_slice.first_step, tf.int64)
 
-    @tf.autograph.experimental.do_not_convert
-    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
-        shard = Shard(replica, batch_slice.replicas.total, epoch_seed(batch_slice.seed, epoch), data_dir)
-        skipped = tf.maximum(first_step - begin(epoch), 0)
-        num_examples_read = replica_batch * (begin(epoch + 1) - begin(epoch))
-        whole = read_examples(record, "train", shard).repeat().take(num_examples_read)
-        whole = whole.apply(tf.data.experimental.assert_cardinality(num_examples_read))
-        return whole.skip(skipped * replica_batch).batch(replica_batch, drop_remainder=True)
+        def begin(epoch: tf.Tensor) -> tf.Tensor:
+            return -(-epoch * num_examples // global_batch)
 
-    first_epoch = first_step * global_batch // num_examples
-    return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(epoch_batches)
+        @tf.autograph.experimental.do_not_convert
+        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+            shard = Shard(replica, batch_slice.replicas.total, epoch_seed(batch_slice.seed, epoch), self.data_dir)
+            skipped = tf.maximum(first_step - begin(epoch), 0)
+            num_examples_read = replica_batch * (begin(epoch + 1) - begin(epoch))
+            whole = read_examples(self.record, "train", shard).repeat().take(num_examples_read)
+            whole = whole.apply(tf.data.experimental.assert_cardinality(num_examples_read))
+            return whole.skip(skipped * replica_batch).batch(replica_batch, drop_remainder=True)
+
+        first_epoch = first_step * global_batch // num_examples
+        return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(epoch_batches)
+
+    def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
+        """Return the test batches of replicas; see `batches.eval_dataset`.
+
+        Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number.
+        """
+        split = self.record.test
+        whole = read_examples(self.record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), self.data_dir))
+        whole = whole.apply(tf.data.experimental.assert_cardinality(split.num_examples))
+        return batches.eval_dataset(whole, split, replica_batch, replicas, lambda part: part)
 
 
 def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
     """Return the seed of an epoch, an int64 scalar from 1."""
     key = tf.stack([tf.constant(seed, tf.int64), tf.cast(epoch, tf.int64)])
     return tf.random.stateless_uniform([], key, minval=1, maxval=2**31 - 1, dtype=tf.int64, alg="philox")
-
-
-def eval_dataset(record: FunctionRecord, data_dir: Path, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-    """Return the test batches of replicas; see `batches.eval_dataset`.
-
-    Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number of batches.
-    """
-    count = record.counts["test"]
-    whole = read_examples(record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), data_dir))
-    whole = whole.apply(tf.data.experimental.assert_cardinality(count))
-    example_bytes = sum(math.prod(leaf.shape) * tf.as_dtype(leaf.dtype).size for leaf in record.leaves)
-    return batches.eval_dataset(whole, count, example_bytes, replica_batch, replicas, lambda part: part)
 
 
 def explain(error: Exception) -> ClusterError | None:

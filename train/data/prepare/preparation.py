@@ -25,8 +25,9 @@ from cluster.system import quiet
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
 from cluster.system.terminal import print_lines
-from train import named
 from train.data import arrays, store
+from train.data.arrays import ArrayRecord
+from train.data.dataset_record import is_user_dataset
 from train.data.prepare import download
 from train.data.prepare.download import SourceFile
 
@@ -57,7 +58,7 @@ def prepare_dataset(
     *,
     open_dataset: Callable[[str, str, Path], Dataset] | None = None,
     fetchers: Mapping[str, Fetch] = FETCHERS,
-) -> arrays.ArraySet:
+) -> ArrayRecord:
     """Return the arrays of a dataset in `data_dir`; prepare them if necessary.
 
     Of several processes that call this at the same time, one prepares the arrays and the others wait.
@@ -75,16 +76,16 @@ def prepare_dataset(
         PrerequisiteError: no source has it; the message has the reason for each.
         RunFailed: existing arrays are damaged and `fresh` was not requested, or the disk is full.
     """
-    if arrays.is_user_dataset(name):
+    if is_user_dataset(name):
         return _prepare_user_dataset(name, data_dir, fresh)
-    version = arrays.newest_version(data_dir, name)
+    version = ArrayRecord.newest_version(data_dir, name)
     with contextlib.suppress(PrerequisiteError):
         if not fresh:
-            return arrays.find_arrays(data_dir, name)
-    with store.disk_errors(data_dir), store.lock(data_dir, say):
+            return ArrayRecord.find(data_dir, name)
+    with store.lock(data_dir, say):
         with contextlib.suppress(PrerequisiteError):
             if not fresh:  # another process may have prepared them while this one waited
-                return arrays.find_arrays(data_dir, name, version)
+                return ArrayRecord.find(data_dir, name, version)
         return _prepare(name, version, data_dir, open_dataset or _dataset_class(name), fetchers)
 
 
@@ -93,17 +94,17 @@ def say(message: str) -> None:
     print_lines(f"data: {message}")
 
 
-def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> arrays.ArraySet:
+def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> ArrayRecord:
     from train.data import user_dataset  # imports NumPy
 
     say(f"calling {name}")
     dataset = user_dataset.read_dataset(name)
-    with store.disk_errors(data_dir), store.lock(data_dir, say):
+    with store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged arrays are written again
-                array_set = arrays.find_arrays(data_dir, name, dataset.version)
+                record = ArrayRecord.find(data_dir, name, dataset.version)
                 store.write_pointer(data_dir, "arrays", name, dataset.version)
-                return array_set
+                return record
         source = f"calling {name}"
         return arrays.write_arrays(
             data_dir, name, dataset.version, dataset.splits, classes=dataset.classes, source=source
@@ -116,7 +117,7 @@ def _prepare(
     data_dir: Path,
     open_dataset: Callable[[str, str, Path], Dataset],
     fetchers: Mapping[str, Fetch],
-) -> arrays.ArraySet:
+) -> ArrayRecord:
     started = time.monotonic()
     say(f"preparing {name} {version} in {data_dir}")
     dataset = open_dataset(name, version, data_dir)
@@ -124,12 +125,12 @@ def _prepare(
         folder = store.path_of(data_dir, "arrays", name, version)
         source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, folder)
     files = {str(path.relative_to(data_dir)): sha256(path) for path in dataset.files()}
-    array_set = arrays.write_arrays(data_dir, name, version, splits, classes=classes, source=source, source_files=files)
-    for split in (array_set.train, array_set.test):
-        for file in named.leaves(split.features):
-            say(f"wrote {file.path} {list(file.shape)} and its labels")
+    record = arrays.write_arrays(data_dir, name, version, splits, classes=classes, source=source, source_files=files)
+    for split in record.splits.values():
+        file, leaf = split.files[0], split.leaves[0]
+        say(f"wrote {file.path} {[file.num_examples, *leaf.shape]} and its labels")
     say(f"{name} is ready, from: {source} ({time.monotonic() - started:.0f} s)")
-    return array_set
+    return record
 
 
 def _decode_first(

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
-from cluster.system.files import sha256
-from train.data import arrays, blocks, shards, store
+from train.data import blocks, store
+from train.data.arrays import VERSIONS, ArrayRecord
+from train.data.dataset_record import PARTS, Leaf, is_user_dataset, show_example
 from train.data.prepare.preparation import prepare_dataset, say
+from train.data.shards import ShardRecord
 from train.data.user_dataset import array_of
 
 MAX_SHARDS = 512  # all are open while they are written, and Linux allows a process 1024 open files
@@ -52,7 +54,7 @@ def write_shards(
     size: int | None = None,
     fresh: bool = False,
     open_source: Callable[[str, Path, int | None], ExampleSource] | None = None,
-) -> shards.ShardSet:
+) -> ShardRecord:
     """Return the shards of a dataset in `data_dir`; write them unless they exist as requested.
 
     One rename replaces earlier shards.
@@ -75,29 +77,29 @@ def write_shards(
             raise UsageError(f"{option} {value}: expected a whole number from 1 to {most}")
     if not fresh and num_shards is None:
         with contextlib.suppress(PrerequisiteError, RunFailed):
-            existing = shards.find_shards(data_dir, name).asked
+            existing = ShardRecord.find(data_dir, name).asked
             num_shards, size = existing["num_shards"], existing["size"] if size is None else size
     num_shards = num_shards or DEFAULT_SHARDS
     asked = {"num_shards": num_shards, "size": size}
     source = (open_source or _open_source)(name, data_dir, size)
-    with store.disk_errors(data_dir), store.lock(data_dir, say):
+    with store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged shards are written again
-                existing_set = shards.find_shards(data_dir, name)
-                if (existing_set.version, existing_set.asked) == (source.version, asked):
-                    return existing_set
+                record = ShardRecord.find(data_dir, name)
+                if (record.version, record.asked) == (source.version, asked):
+                    return record
         counts = source.open()
         say(f"sharding {name} {source.version}: {counts['train']} examples to train, {counts['test']} to test")
         with store.new_folder(data_dir, "shards", name, source.version) as folder:
             index = _write(folder, source, counts, num_shards, size)
             index = {"name": name, "version": source.version, "classes": source.classes, "asked": asked, **index}
-            (folder / shards.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (folder / "shards.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         store.write_pointer(data_dir, "shards", name, source.version)
-    return shards.find_shards(data_dir, name, source.version)
+    return ShardRecord.find(data_dir, name, source.version)
 
 
 def _open_source(name: str, data_dir: Path, size: int | None) -> ExampleSource:
-    if arrays.is_user_dataset(name) or name in arrays.VERSIONS:
+    if is_user_dataset(name) or name in VERSIONS:
         return _Arrays(prepare_dataset(name, data_dir))
     from train.data.prepare.tfds_datasets import TfdsSource  # imports TFDS, which takes seconds
 
@@ -107,24 +109,24 @@ def _open_source(name: str, data_dir: Path, size: int | None) -> ExampleSource:
 class _Arrays:
     """Examples of prepared arrays."""
 
-    def __init__(self, array_set: arrays.ArraySet) -> None:
-        if named := [part for part in ("features", "labels") if isinstance(getattr(array_set.train, part), Mapping)]:
+    def __init__(self, record: ArrayRecord) -> None:
+        if named := [part for part, value in record.train.example.items() if isinstance(value, Mapping)]:
             raise UsageError(
-                f"dataset {array_set.name}: {' and '.join(named)} are dictionaries, and shards hold one array of each; "
+                f"dataset {record.name}: {' and '.join(named)} are dictionaries, and shards hold one array of each; "
                 "use a function of (split, shard) with --source function, or omit --source"
             )
-        self.version, self.classes = array_set.version, array_set.classes
-        self._splits = {"train": array_set.train, "test": array_set.test}
+        self.version, self.classes, self._splits = record.version, record.classes, record.splits
 
     def open(self) -> Mapping[str, int]:
         return {name: split.num_examples for name, split in self._splits.items()}
 
     def examples(self, split: str) -> Iterator[Example]:
-        files = self._splits[split].files[: 3 if split == "train" else 2]  # weights are for training only
-        for file in files:
+        columns, parts = [], 3 if split == "train" else 2  # weights are for training only
+        for file, leaf in zip(self._splits[split].files[:parts], self._splits[split].leaves[:parts], strict=True):
             blocks.check_blocks(file.path, file.blocks)
-        maps = [np.memmap(file.path, np.dtype(file.dtype).newbyteorder("<"), "r", shape=file.shape) for file in files]
-        return zip(*maps, strict=True)
+            dtype, shape = np.dtype(leaf.dtype).newbyteorder("<"), (file.num_examples, *leaf.shape)
+            columns.append(np.memmap(file.path, dtype, "r", shape=shape))
+        return zip(*columns, strict=True)
 
 
 @dataclass
@@ -132,8 +134,7 @@ class _Layout:
     """The form of the first example, which all examples must have."""
 
     size: int | None
-    parts: tuple[np.ndarray, ...] = field(default=())
-    """The first example."""
+    example: dict[str, Leaf] = field(default_factory=dict)
     most: int = 0
     """The largest label so far."""
 
@@ -142,15 +143,15 @@ class _Layout:
         values = [resize_image(subject, example[0], self.size), *example[1:]]
         parts = tuple(
             array_of(f"{subject}: {part}", part, np.asarray(value)[None])[0]
-            for part, value in zip(arrays.DTYPES, values, strict=False)
+            for part, value in zip(PARTS, values, strict=False)
         )
-        self.parts = self.parts or parts
-        for part, first, current in zip(arrays.DTYPES, self.parts, parts, strict=False):
-            if (first.shape, first.dtype) != (current.shape, current.dtype):
-                both = " and ".join(f"{list(array.shape)} {array.dtype.name}" for array in (first, current))
-                raise UsageError(
-                    f"{subject}: {part} of the first example and of this one are {both}; expected the same"
-                )
+        current = {part: Leaf(array.shape, array.dtype.name) for part, array in zip(PARTS, parts, strict=False)}
+        self.example = self.example or current
+        expected = {part: leaf for part, leaf in self.example.items() if part in current}
+        if current != expected:
+            raise UsageError(
+                f"{subject}: {show_example(current)}; expected {show_example(expected)}, as of the first example"
+            )
         label = parts[1]
         if label.ndim > 1 or (label.dtype == np.int64 and label.min() < 0):
             raise UsageError(f"{subject}: label {label.tolist()}; expected a number or a list of them, classes from 0")
@@ -159,13 +160,13 @@ class _Layout:
         return parts
 
     def to_json(self, num_classes: int) -> dict[str, Any]:
-        features, label = self.parts[:2]
-        quantities = label.dtype == np.float32
+        labels = self.example["labels"]
+        quantities = labels.dtype == "float32"
         return {
-            "features": {"shape": features.shape, "dtype": features.dtype.name},
-            "labels": {"shape": label.shape, "dtype": label.dtype.name},
-            "weighted": len(self.parts) == 3,
-            "num_outputs": math.prod(label.shape) if quantities else num_classes or self.most + 1,
+            "features": asdict(self.example["features"]),
+            "labels": asdict(labels),
+            "weighted": "weights" in self.example,
+            "num_outputs": math.prod(labels.shape) if quantities else num_classes or self.most + 1,
         }
 
 
@@ -191,13 +192,7 @@ def _write(
         paths = [folder / f"{split}-{number:05}-of-{total:05}.tfrecord" for number in range(total)]
         written = _write_split(f"{split} example", source.examples(split), paths, layout)
         splits[split] = [
-            {
-                "file": path.name,
-                "examples": number,
-                "bytes": path.stat().st_size,
-                "sha256": sha256(path),
-                "blocks": blocks.hashes_as_text(path),
-            }
+            {"file": path.name, "examples": number, "bytes": path.stat().st_size, **blocks.digests(path)}
             for path, number in zip(paths, written, strict=True)
         ]
     return {**layout.to_json(len(source.classes)), "splits": splits}

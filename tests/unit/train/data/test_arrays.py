@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from cluster.system.errors import PrerequisiteError, RunFailed
+from cluster.system.json_files import read_json
 from train.data import arrays
+from train.data.arrays import ArrayRecord
+from train.data.dataset_record import Leaf, Split
 from train.data.shards import describe_ready
 
 IMAGES = np.arange(5 * 4 * 4 * 1, dtype=np.uint8).reshape(5, 4, 4, 1)
 LABELS = np.array([3, 1, 4, 1, 5], np.int64)
 
 
-def write(data_dir: Path, *train: np.ndarray, classes: tuple[str, ...] = tuple("0123456789")) -> arrays.ArraySet:
+def write(data_dir: Path, *train: np.ndarray, classes: tuple[str, ...] = tuple("0123456789")) -> ArrayRecord:
     """Write `train`, and the first two of its examples to test on."""
     train = train or (IMAGES, LABELS)
     splits = {"train": train, "test": tuple(array[:2] for array in train)}
@@ -22,15 +25,17 @@ def write(data_dir: Path, *train: np.ndarray, classes: tuple[str, ...] = tuple("
 
 def test_written_arrays_are_found(tmp_path):
     written = write(tmp_path)
-    found = arrays.find_arrays(tmp_path, "mnist")
+    found = ArrayRecord.find(tmp_path, "mnist")
     assert written == found
     # Ten classes are named, of which the labels have six.
-    assert ("mnist", "3.0.1", 10, "a test") == (found.name, found.version, found.num_outputs, found.source)
+    assert ("mnist", "3.0.1", 10) == (found.name, found.version, found.num_outputs)
+    assert "a test" == read_json(tmp_path / "arrays" / "mnist-3.0.1" / "arrays.json")["source"]
     assert (5, 2) == (found.train.num_examples, found.test.num_examples)
-    assert (5, 4, 4, 1) == found.train.features.shape
-    assert IMAGES.tobytes() == found.train.features.path.read_bytes()
-    assert LABELS.astype("<i8").tobytes() == found.train.labels.path.read_bytes()
-    assert tmp_path / "arrays" / "mnist-3.0.1" / "test_labels.bin" == found.test.labels.path
+    assert {"features": Leaf((4, 4, 1), "uint8"), "labels": Leaf((), "int64")} == found.train.example
+    features, labels = found.train.files
+    assert IMAGES.tobytes() == features.path.read_bytes()
+    assert LABELS.astype("<i8").tobytes() == labels.path.read_bytes()
+    assert tmp_path / "arrays" / "mnist-3.0.1" / "test_labels.bin" == found.test.files[1].path
 
 
 def test_only_a_complete_dataset_is_ready(tmp_path):
@@ -40,7 +45,7 @@ def test_only_a_complete_dataset_is_ready(tmp_path):
     assert ready.startswith("mnist 3.0.1: 5 examples to train, 2 to test, each [4, 4, 1]")
     assert "" == describe_ready(tmp_path, "mnist", "stream")
     assert "" == describe_ready(tmp_path, "nowhere:mine", "memory")
-    written.test.labels.path.write_bytes(b"")
+    written.test.files[1].path.write_bytes(b"")
     assert "" == describe_ready(tmp_path, "mnist", "memory")
 
 
@@ -48,26 +53,26 @@ def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path):
     with pytest.raises(ValueError, match=r"train_features\.bin .*float64"):
         write(tmp_path, IMAGES.astype(np.float64), LABELS)
     with pytest.raises(PrerequisiteError):
-        arrays.find_arrays(tmp_path, "mnist")
+        ArrayRecord.find(tmp_path, "mnist")
 
 
 def test_a_users_dataset_that_is_not_prepared_names_the_command(tmp_path):
     with pytest.raises(PrerequisiteError, match=r"^mine:digits is not prepared: .*; run `invoke data\.prepare --name"):
-        arrays.find_arrays(tmp_path, "mine:digits")
+        ArrayRecord.find(tmp_path, "mine:digits")
     with pytest.raises(PrerequisiteError, match=r"^mine:digits aaa is not prepared in .*; copy .*/mine-digits-aaa"):
-        arrays.find_arrays(tmp_path, "mine:digits", "aaa")
+        ArrayRecord.find(tmp_path, "mine:digits", "aaa")
     (tmp_path / "arrays").mkdir()
     (tmp_path / "arrays" / "mine-digits.json").write_text("{")
     with pytest.raises(RunFailed, match=r"mine-digits\.json cannot be read"):
-        arrays.find_arrays(tmp_path, "mine:digits")
+        ArrayRecord.find(tmp_path, "mine:digits")
 
 
 @pytest.mark.parametrize("size", [0, 79, 81])
 def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path, size):
-    path = write(tmp_path).train.features.path
+    path = write(tmp_path).train.files[0].path
     path.write_bytes(bytes(size))
     with pytest.raises(RunFailed, match=f"^{path} has {size} bytes, expected 80 .*invoke data.prepare"):
-        arrays.find_arrays(tmp_path, "mnist")
+        ArrayRecord.find(tmp_path, "mnist")
 
 
 @pytest.mark.parametrize("index", ["{", "{}", "null"])
@@ -75,14 +80,11 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, index):
     write(tmp_path)
     (tmp_path / "arrays" / "mnist-3.0.1" / "arrays.json").write_text(index)
     with pytest.raises(RunFailed, match=r"arrays\.json cannot be read .* --fresh`"):
-        arrays.find_arrays(tmp_path, "mnist")
+        ArrayRecord.find(tmp_path, "mnist")
 
 
 def test_a_training_cuts_windows_into_its_context():
-    features = arrays.ArrayFile(None, (13, 64), "uint8", "", ())
-    labels = arrays.ArrayFile(None, (13, 64), "int64", "", ())
-    split = arrays.Split(features, labels)
-    whole = arrays.ArraySet(None, "jargon_file", "4.4.7", (), 256, split, split, "", {})
-    cut = whole.cut(16)
-    assert ((52, 16), (52, 16)) == (cut.train.features.shape, cut.test.labels.shape)
-    assert cut.train.features.size_bytes == features.size_bytes
+    split = Split(13, {"features": Leaf((64,), "uint8"), "labels": Leaf((64,), "int64")})
+    whole = ArrayRecord(name="jargon_file", version="4.4.7", classes=(), num_outputs=256, train=split, test=split)
+    cut = Split(52, {"features": Leaf((16,), "uint8"), "labels": Leaf((16,), "int64")})
+    assert (cut, cut) == (whole.cut(16).train, whole.cut(16).test)

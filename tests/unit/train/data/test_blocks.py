@@ -1,6 +1,5 @@
 """Prepared data is checked by block as it is read: damage of any size ends what reads it, naming the block."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,20 +13,22 @@ from cluster.system.json_files import read_json
 from tests.support.listed_examples import ListedExamples, shard
 from train import program
 from train.config import TrainConfig
-from train.data import arrays, blocks, feeds, sources, store
+from train.data import arrays, blocks, dataset_record, feeds
+from train.data.arrays import ArrayRecord
 from train.data.batches import BatchSlice, Replicas
+from train.data.opening import open_source
 from train.data.prepare import sharding
 from train.telemetry import environment
 
 ARRAYS = TrainConfig(dataset="mnist")
 SHARDS = TrainConfig(dataset="noise", source="stream")
-BATCHES = BatchSlice(4, 7, num_steps=6)
+BATCHES = BatchSlice(4, 7)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 100 bytes, so that small files have several."""
-    for module in (blocks, store):
+    for module in (blocks, dataset_record):
         monkeypatch.setattr(module, "BLOCK_BYTES", 100)
 
 
@@ -53,39 +54,40 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize("part", ["features", "labels"])
 @pytest.mark.parametrize(("at", "block"), [(0, 0), (99, 0), (100, 1), (-1, None)])
 def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir, part, at, block):
-    file = getattr(arrays.find_arrays(data_dir, "mnist").train, part)
+    file = ArrayRecord.find(data_dir, "mnist").train.files[["features", "labels"].index(part)]
     flip(file.path, at)
     last = (file.size_bytes - 1) // 100
-    source = sources.open_source(ARRAYS, data_dir)  # the size is as it was
+    source = open_source(ARRAYS, data_dir)  # the size is as it was
     with pytest.raises(RunFailed, match=rf"{file.path} is damaged in block {last if block is None else block} "):
-        feeds.load_examples(source.arrays.train)
+        source.examples("train")
     with pytest.raises(RunFailed, match="invoke data.prepare --name mnist --fresh"):
-        list(source.train_dataset(BATCHES))
-    feeds.load_examples(source.arrays.test)
+        list(source.train_dataset(BATCHES).take(6))
+    source.examples("test")
 
 
 def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir):
-    split = arrays.find_arrays(data_dir, "mnist").train
+    split = ArrayRecord.find(data_dir, "mnist").train
+    path = split.files[0].path
     load = tf.data.Dataset.from_tensors(0).map(lambda _: feeds.load_examples(split).features)
-    assert split.features.path.read_bytes() == next(iter(load)).numpy().tobytes()
-    flip(split.features.path, 234)
+    assert path.read_bytes() == next(iter(load)).numpy().tobytes()
+    flip(path, 234)
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         next(iter(load))
     known = program.explain(raised.value)
     assert isinstance(known, RunFailed)
-    assert f"{split.features.path} is damaged in block 2 (from byte 200)" in str(known)
+    assert f"{path} is damaged in block 2 (from byte 200)" in str(known)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("shard", [0, 2])
 def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir, split, shard):
-    source = sources.open_source(SHARDS, data_dir)
+    source = open_source(SHARDS, data_dir)
     path = data_dir / "shards" / "noise-1" / f"{split}-{shard:05}-of-00003.tfrecord"
     flip(path, 150)
     evaluated = source.eval_dataset(4, Replicas())
     with pytest.raises(tf.errors.OpError) as raised:
-        list(evaluated if split == "test" else source.train_dataset(BATCHES))
+        list(evaluated if split == "test" else source.train_dataset(BATCHES).take(6))
     known = program.explain(raised.value)
     assert f"{path} is damaged in block 1 " in str(known)
     assert "invoke data.shard --name noise --fresh" in str(known)
@@ -93,17 +95,17 @@ def test_a_flipped_bit_in_a_shard_is_never_trained_on(data_dir, split, shard):
 
 def test_a_shard_in_the_place_of_another_is_never_trained_on(data_dir):
     """Its records are as good as those that belong there, and as many: their own checksums say nothing."""
-    source = sources.open_source(SHARDS, data_dir)
+    source = open_source(SHARDS, data_dir)
     first, second = (data_dir / "shards" / "noise-1" / f"train-{at:05}-of-00003.tfrecord" for at in (0, 1))
     assert first.stat().st_size == second.stat().st_size
     first.write_bytes(second.read_bytes())
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        list(source.train_dataset(BATCHES))
+        list(source.train_dataset(BATCHES).take(6))
     assert f"{first} is damaged in block 0 " in str(program.explain(raised.value))
 
 
 def test_shards_are_not_made_of_damaged_arrays(data_dir):
-    flip(arrays.find_arrays(data_dir, "mnist").train.features.path, 500)
+    flip(ArrayRecord.find(data_dir, "mnist").train.files[0].path, 500)
     with pytest.raises(RunFailed, match="damaged in block 5 "):
         sharding.write_shards("mnist", data_dir)
     assert not list(data_dir.glob("shards/mnist*"))
@@ -115,19 +117,21 @@ def test_an_index_with_too_few_blocks_is_reported(data_dir):
     value["splits"]["train"]["features"]["blocks"] = "00"
     index.write_text(json.dumps(value))
     with pytest.raises(RunFailed, match="cannot be read"):
-        arrays.find_arrays(data_dir, "mnist")
+        ArrayRecord.find(data_dir, "mnist")
 
 
 @pytest.mark.parametrize("config", [ARRAYS, SHARDS], ids=["arrays", "shards"])
 def test_the_manifest_has_the_hashes_of_the_files(data_dir, config, make_run):
-    run, source = make_run(workers=0), sources.open_source(config, data_dir)
+    run, source = make_run(workers=0), open_source(config, data_dir)
     environment.record_environment(run, config.dataset, source)
-    assert {path.name: sha256(path) for path in source.files} == read_json(run.manifest)["data"]["files"]
+    assert {file.path.name: sha256(file.path) for file in source.record.files} == read_json(run.manifest)["data"][
+        "files"
+    ]
 
 
 def test_a_hash_that_is_not_that_of_the_file_is_not_recorded(data_dir, make_run):
-    run, source = make_run(workers=0), sources.open_source(ARRAYS, data_dir)
-    wrong = dataclasses.replace(source, files=dict.fromkeys(source.files, "00"))
+    run, source = make_run(workers=0), open_source(ARRAYS, data_dir)
+    flip(source.record.files[0].path, 0)
     with pytest.raises(ClusterError, match="data.prepare --name mnist --fresh"):
-        environment.record_environment(run, "mnist", wrong)
+        environment.record_environment(run, "mnist", source)
     assert "data" not in read_json(run.manifest, {})

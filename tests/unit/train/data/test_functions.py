@@ -12,11 +12,12 @@ from cluster.system.errors import RunFailed, UsageError
 from tests.support import own_module
 from tests.support.listed_examples import TEST, TRAIN, Numbers, numbers, ranges, steps
 from train.config import TrainConfig
-from train.data import sources
+from train.data import opening
 from train.data.batches import BatchSlice
-from train.data.function import calling, reading
-from train.data.function.calling import Shard
+from train.data.function import reading
+from train.data.function.calling import FunctionRecord, Shard
 from train.data.function.examine import examine_function
+from train.data.sources import Source
 
 NAME = "own_function:data"
 
@@ -35,13 +36,13 @@ def function(monkeypatch) -> Callable[[Any], str]:
 
 
 @pytest.fixture
-def source(function, tmp_path) -> Callable[[Any], sources.Source]:
+def source(function, tmp_path) -> Callable[[Any], Source]:
     """Examines a function, and returns it as a source."""
 
-    def make(data: Any) -> sources.Source:
+    def make(data: Any) -> Source:
         examine_function(function(data), tmp_path / "data", "3")
         config = TrainConfig(source="function", dataset=NAME, num_outputs=3)
-        return sources.open_source(config, tmp_path / "data")
+        return opening.open_source(config, tmp_path / "data")
 
     return make
 
@@ -70,7 +71,7 @@ def test_an_empty_shard_is_reported(source):
     ))  # fmt: skip
     with pytest.raises(tf.errors.OpError) as error:
         steps(found, 0, 2, 2)
-    assert isinstance(sources.explain(error.value), RunFailed)
+    assert isinstance(opening.explain(error.value), RunFailed)
 
 
 def test_dictionaries_weights_and_types(source):
@@ -87,7 +88,7 @@ def test_dictionaries_weights_and_types(source):
     found = source(data)
     assert {"image": (2, 2), "age": ()} == found.feature_shape
     assert found.weighted and found.classifies
-    (batch,) = found.train_dataset(BatchSlice(4, 7, num_steps=1))
+    (batch,) = found.train_dataset(BatchSlice(4, 7)).take(1)
     assert (tf.uint8, [4, 2, 2]) == (batch.features["image"].dtype, batch.features["image"].shape)
     assert (tf.float32, tf.int64) == (batch.features["age"].dtype, batch.labels.dtype)
     np.testing.assert_array_equal(batch.features["image"][:, 0, 0], batch.features["age"])
@@ -113,14 +114,14 @@ def test_an_example_that_fails_or_differs_is_named(source):
     found = source(lambda split, shard: Broken(TRAIN))
     with pytest.raises(tf.errors.OpError) as error:
         steps(found, 0, 4)
-    explained = sources.explain(error.value)
+    explained = opening.explain(error.value)
     assert isinstance(explained, RunFailed) and NAME in str(explained)
 
 
 def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere():
     error = tf.errors.InvalidArgumentError(None, None, "ValueError: Could not find callback with key=pyfunc_3 in the")
-    assert isinstance(sources.explain(error), RunFailed)
-    assert sources.explain(tf.errors.InvalidArgumentError(None, None, "something else")) is None
+    assert isinstance(opening.explain(error), RunFailed)
+    assert opening.explain(tf.errors.InvalidArgumentError(None, None, "something else")) is None
 
 
 class Sized:
@@ -170,10 +171,11 @@ def test_examples_are_counted_once_where_the_dataset_does_not_know(function, tmp
         return tf.data.Dataset.range(sizes[split] * 2).filter(lambda i: i % 2 == 0).map(lambda i: (i, float(0)))
 
     name, folder = function(data), tmp_path / "data"
-    assert ({"train": 10, "test": 4}, True) == ((found := examine_function(name, folder)).counts, found.counted)
+    found = examine_function(name, folder)
+    assert (10, 4, True) == (found.train.num_examples, found.test.num_examples, found.counted)
     sizes["train"] = 12
-    assert found == examine_function(name, folder) == calling.read_record(folder, name)
-    assert 12 == examine_function(name, folder, fresh=True).counts["train"]
+    assert found == examine_function(name, folder) == FunctionRecord.find(folder, name)
+    assert 12 == examine_function(name, folder, fresh=True).train.num_examples
 
 
 def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
@@ -185,4 +187,4 @@ def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
     examine_function(function(numbers), tmp_path / "data", "3")
     function(lambda split, shard: Numbers(TRAIN - 1))
     with pytest.raises(UsageError):
-        sources.open_source(config, tmp_path / "data")
+        opening.open_source(config, tmp_path / "data")

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.json_files import read_json
 from tests import fast
-from train.data import arrays
+from train.data.arrays import ArrayRecord
+from train.data.dataset_record import Leaf
 from train.data.prepare import jargon_file
 from train.data.prepare import preparation as prepare
 from train.data.prepare.download import SourceFile
@@ -66,18 +68,22 @@ class Fetcher:
             raise PrerequisiteError(self.reason)
 
 
-def run(data_dir: Path, fresh: bool = False, **fetchers: Fetcher) -> arrays.ArraySet:
+def run(data_dir: Path, fresh: bool = False, **fetchers: Fetcher) -> ArrayRecord:
     return prepare.prepare_dataset("mnist", data_dir, fresh, open_dataset=FakeDataset, fetchers=fetchers)
+
+
+def source_of(data_dir: Path) -> str:
+    return str(read_json(data_dir / "arrays" / "mnist-3.0.1" / "arrays.json")["source"])
 
 
 def test_the_first_source_that_gives_the_original_files_is_used(tmp_path):
     offline, portal = Fetcher(reason="offline"), Fetcher(b"<html>log in first</html>")
     good, unused = Fetcher(), Fetcher()
-    array_set = run(tmp_path, web=offline, mirror=portal, package=good, other=unused)
+    record = run(tmp_path, web=offline, mirror=portal, package=good, other=unused)
     assert [1, 1, 1, 0] == [each.calls for each in (offline, portal, good, unused)]
-    assert "package" == array_set.source
-    assert IMAGES.tobytes() == array_set.train.features.path.read_bytes()
-    assert {"mnist/3.0.1/x.tfrecord": hashlib.sha256(b"built").hexdigest()} == array_set.source_files
+    assert "package" == source_of(tmp_path)
+    assert IMAGES.tobytes() == record.train.files[0].path.read_bytes()
+    assert {"mnist/3.0.1/x.tfrecord": hashlib.sha256(b"built").hexdigest()} == record.source_files
     assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
 
 
@@ -85,7 +91,8 @@ def test_what_is_in_place_needs_no_source(tmp_path):
     """The arrays, or the dataset of TFDS alone."""
     first, unused = run(tmp_path, web=Fetcher()), Fetcher()
     assert first == run(tmp_path, web=unused)
-    assert "TFDS dataset in place" == run(tmp_path, fresh=True, web=unused).source
+    run(tmp_path, fresh=True, web=unused)
+    assert "TFDS dataset in place" == source_of(tmp_path)
     assert 0 == unused.calls
 
 
@@ -121,7 +128,7 @@ def test_processes_at_once_prepare_once(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert 1 == web.calls
-    assert 3 == arrays.find_arrays(tmp_path, "mnist").train.num_examples
+    assert 3 == ArrayRecord.find(tmp_path, "mnist").train.num_examples
 
 
 @pytest.mark.extended
@@ -143,7 +150,7 @@ def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path):
     assert -signal.SIGKILL == killed.returncode, killed.stderr
     assert (tmp_path / ".mnist.partial" / "arrays" / "arrays.json").exists()
     with pytest.raises(PrerequisiteError, match="is not prepared"):
-        arrays.find_arrays(tmp_path, "mnist")
+        ArrayRecord.find(tmp_path, "mnist")
     run(tmp_path, web=Fetcher())
     assert {".prepare.lock", "arrays", "mnist"} == {path.name for path in tmp_path.iterdir()}
 
@@ -222,6 +229,6 @@ def test_a_text_is_prepared_from_a_package_and_found(monkeypatch, tmp_path):
         (folder / file.name).write_bytes(TEXT)
 
     prepare.prepare_dataset("jargon_file", tmp_path, fetchers={"package": fetch})
-    found = arrays.find_arrays(tmp_path, "jargon_file")
-    assert ((11, 64), "uint8", 256) == (found.train.features.shape, found.train.features.dtype, found.num_outputs)
-    assert "int64" == found.train.labels.dtype
+    found = ArrayRecord.find(tmp_path, "jargon_file")
+    assert (11, 256) == (found.train.num_examples, found.num_outputs)
+    assert {"features": Leaf((64,), "uint8"), "labels": Leaf((64,), "int64")} == found.train.example

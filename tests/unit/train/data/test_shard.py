@@ -12,9 +12,11 @@ import tensorflow_datasets as tfds
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from tests.support import listed_examples, own_module
 from tests.support.listed_examples import ListedExamples
-from train.data import arrays, shards
 from train.data.__main__ import main
+from train.data.arrays import ArrayRecord
+from train.data.dataset_record import Leaf
 from train.data.prepare import download, sharding
+from train.data.shards import ShardRecord
 
 ROOT = Path(__file__).parents[4]
 IMAGES = np.arange(11 * 12, dtype=np.uint8).reshape(11, 2, 2, 3)
@@ -27,7 +29,7 @@ def source(*train: Any, classes: tuple[str, ...] = (), version: str = "1.0.0") -
     return ListedExamples(examples, examples[:3], version, classes)
 
 
-def shard(data_dir: Path, given: ListedExamples | None = None, **options: Any) -> shards.ShardSet:
+def shard(data_dir: Path, given: ListedExamples | None = None, **options: Any) -> ShardRecord:
     return listed_examples.shard(data_dir, "things", given or source(), **options)
 
 
@@ -37,11 +39,11 @@ def records(path: Path) -> list[tf.train.Example]:
 
 def test_examples_are_dealt_out_in_turn(tmp_path):
     found = shard(tmp_path)
-    assert found == shards.find_shards(tmp_path, "things") == shards.find_shards(tmp_path, "things", "1.0.0")
+    assert found == ShardRecord.find(tmp_path, "things") == ShardRecord.find(tmp_path, "things", "1.0.0")
     train, test = found.train, found.test
-    assert (11, (3, 3, 3, 2)) == (train.num_examples, train.counts)
-    assert (3, (1, 1, 1)) == (test.num_examples, test.counts)  # no shard without an example
-    assert ((2, 2, 3), "uint8", ()) == (train.feature_shape, train.feature_dtype, train.label_shape)
+    assert (11, [3, 3, 3, 2]) == (train.num_examples, [file.num_examples for file in train.files])
+    assert (3, [1, 1, 1]) == (test.num_examples, [file.num_examples for file in test.files])  # none without an example
+    assert {"features": Leaf((2, 2, 3), "uint8"), "labels": Leaf((), "int64")} == train.example
     names = [f"train-{number:05}-of-00004.tfrecord" for number in range(4)]
     names += [f"test-{number:05}-of-00003.tfrecord" for number in range(3)]
     folder = tmp_path / "shards" / "things-1.0.0"
@@ -67,7 +69,7 @@ def test_examples_are_dealt_out_in_turn(tmp_path):
 def test_labels_are_classes_or_quantities(tmp_path, labels, classes, outputs, shape, dtype):
     found = shard(tmp_path, source(IMAGES, labels, classes=classes))
     assert (classes, outputs) == (found.classes, found.num_outputs)
-    assert (shape, dtype) == (found.train.label_shape, found.train.label_dtype) == (shape, found.test.label_dtype)
+    assert Leaf(shape, dtype) == found.train.example["labels"] == found.test.example["labels"]
 
 
 def test_existing_shards_are_not_written_again(tmp_path):
@@ -79,19 +81,19 @@ def test_existing_shards_are_not_written_again(tmp_path):
     shard(tmp_path, things, num_shards=2, fresh=True)
     shard(tmp_path, source(version="2.0.0"), num_shards=2)
     assert 3 == things.opened
-    assert "2.0.0" == shards.find_shards(tmp_path, "things").version
-    assert "1.0.0" == shards.find_shards(tmp_path, "things", "1.0.0").version
+    assert "2.0.0" == ShardRecord.find(tmp_path, "things").version
+    assert "1.0.0" == ShardRecord.find(tmp_path, "things", "1.0.0").version
 
 
 def test_a_truncated_or_absent_shard_is_reported_and_written_again(tmp_path):
     file = shard(tmp_path).train.files[1]
     file.path.write_bytes(file.path.read_bytes()[:-1])
     with pytest.raises(RunFailed, match=f"^{file.path} has {file.size_bytes - 1} bytes.*invoke data.shard"):
-        shards.find_shards(tmp_path, "things")
+        ShardRecord.find(tmp_path, "things")
     file.path.unlink()
     with pytest.raises(RunFailed, match=r"train-00001-of-00004\.tfrecord has 0 bytes"):
-        shards.find_shards(tmp_path, "things")
-    shards.verify_shards(shard(tmp_path), lambda line: None)
+        ShardRecord.find(tmp_path, "things")
+    shard(tmp_path).verify(tmp_path, lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_an_option_out_of_its_range_is_reported(tmp_path):
 def test_images_are_resized(tmp_path):
     images = [np.full([4 + i, 9, 3], 10 * i, np.uint8) for i in range(11)]
     found = shard(tmp_path, source(images, LABELS), size=5)
-    assert (5, 5, 3) == found.train.feature_shape
+    assert (5, 5, 3) == found.train.example["features"].shape
     values = [set(one.features.feature["features"].bytes_list.value[0]) for one in records(found.train.files[0].path)]
     assert [{0}, {40}, {80}] == values
     with pytest.raises(UsageError, match="^--size 5"):
@@ -135,7 +137,7 @@ def test_a_full_disk_is_reported_in_one_line(tmp_path, monkeypatch):
         shard(tmp_path, source(big, LABELS[:3]))
 
 
-def shard_own(data_dir: Path, monkeypatch: pytest.MonkeyPatch, *split: Any) -> shards.ShardSet:
+def shard_own(data_dir: Path, monkeypatch: pytest.MonkeyPatch, *split: Any) -> ShardRecord:
     """Shard the dataset of a user's module, with the same split to train and to test on."""
     own_module.put(monkeypatch, "own_module", data=lambda: dict.fromkeys(("train", "test"), split))
     return sharding.write_shards("own_module:data", data_dir, num_shards=2)
@@ -144,9 +146,11 @@ def shard_own(data_dir: Path, monkeypatch: pytest.MonkeyPatch, *split: Any) -> s
 def test_weights_of_a_users_dataset_are_for_training_only(tmp_path, monkeypatch):
     values = np.arange(6.0)
     found = shard_own(tmp_path / "data", monkeypatch, values, values, values)
-    assert arrays.find_arrays(tmp_path / "data", "own_module:data").version == found.version
-    assert ((), "float32", 1) == (found.train.feature_shape, found.train.feature_dtype, found.num_outputs)
-    assert (True, False) == (found.train.weighted, found.test.weighted)
+    assert ArrayRecord.find(tmp_path / "data", "own_module:data").version == found.version
+    number = Leaf((), "float32")
+    assert {"features": number, "labels": number, "weights": number} == found.train.example
+    assert {"features": number, "labels": number} == found.test.example
+    assert 1 == found.num_outputs
     assert tmp_path / "data" / "shards" / f"own_module-data-{found.version}" == found.train.files[0].path.parent
     feature = records(found.train.files[1].path)[2].features.feature
     assert [5.0] == list(feature["weight"].float_list.value) == list(feature["label"].float_list.value)
@@ -184,7 +188,7 @@ class TinyThings(tfds.core.GeneratorBasedBuilder):
             yield i, {"image": np.full(shape, i, np.uint8), "label": i % 2}
 
 
-def tiny(data_dir: Path, **options: Any) -> shards.ShardSet:
+def tiny(data_dir: Path, **options: Any) -> ShardRecord:
     return sharding.write_shards("tiny_things", data_dir, num_shards=2, **options)
 
 
@@ -192,7 +196,8 @@ def tiny(data_dir: Path, **options: Any) -> shards.ShardSet:
 def test_any_dataset_of_tfds_is_built_and_sharded(tmp_path):
     found = tiny(tmp_path)
     assert ("tiny_things", "1.2.3", ("cat", "dog"), 2) == (found.name, found.version, found.classes, found.num_outputs)
-    assert ((5, 4), (2, 2), (2, 2, 3)) == (found.train.counts, found.test.counts, found.train.feature_shape)
+    assert [5, 4, 2, 2] == [file.num_examples for file in found.files]
+    assert (2, 2, 3) == found.train.example["features"].shape
     for file in found.train.files:
         for record in records(file.path):
             pixels = set(record.features.feature["features"].bytes_list.value[0])
@@ -204,7 +209,7 @@ def test_images_of_many_sizes_need_a_size(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyThings, "image_shape", (None, None, 1))
     with pytest.raises(UsageError, match="--size"):
         tiny(tmp_path)
-    assert (7, 7, 1) == tiny(tmp_path, size=7).train.feature_shape
+    assert (7, 7, 1) == tiny(tmp_path, size=7).train.example["features"].shape
 
 
 @pytest.mark.parametrize(

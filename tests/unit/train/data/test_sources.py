@@ -13,10 +13,12 @@ from cluster.system.json_files import read_json
 from tests.support import listed_examples, own_module
 from tests.support.listed_examples import TEST, TRAIN, ListedExamples, numbers, ranges, steps
 from train.config import TrainConfig
-from train.data import arrays, feeds, sources, store
+from train.data import arrays, feeds, store
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import reading
 from train.data.function.examine import examine_function
+from train.data.opening import open_source
+from train.data.sources import Source
 
 ARRAYS = TrainConfig(dataset="own:numbers")
 SHARDS = TrainConfig(dataset="numbers", source="stream")
@@ -24,21 +26,21 @@ FUNCTION = TrainConfig(dataset="own_function:data", source="function", num_outpu
 
 
 @pytest.fixture(params=["arrays", "shards", numbers, ranges])
-def source(request, tmp_path, monkeypatch) -> sources.Source:
+def source(request, tmp_path, monkeypatch) -> Source:
     """The same examples as arrays and as shards, both with weights, and of functions of both forms."""
     train = [(np.full(2, i, np.float32), i % 3, np.float32(10 * i)) for i in range(TRAIN)]
     test = [example[:2] for example in train[:TEST]]
     if request.param == "arrays":
         columns = [tuple(np.stack(part) for part in zip(*examples, strict=True)) for examples in (train, test)]
         arrays.write_arrays(tmp_path, "own:numbers", "1", {"train": columns[0], "test": columns[1]})
-        return sources.open_source(ARRAYS, tmp_path)
+        return open_source(ARRAYS, tmp_path)
     if request.param == "shards":
         listed_examples.shard(tmp_path, "numbers", ListedExamples(train, test), num_shards=6)
-        return sources.open_source(SHARDS, tmp_path)
+        return open_source(SHARDS, tmp_path)
     own_module.put(monkeypatch, "own_function", data=request.param)
     monkeypatch.setattr(reading, "_OPEN", {})
     examine_function("own_function:data", tmp_path, "3")
-    return sources.open_source(FUNCTION, tmp_path)
+    return open_source(FUNCTION, tmp_path)
 
 
 @pytest.mark.extended
@@ -64,22 +66,19 @@ def test_each_example_is_read_once_an_epoch_at_any_number_of_replicas(source):
 
 
 def test_an_iterator_starts_at_the_step_from_which_training_resumes(source):
-    feed = feeds.train_feed(tf.distribute.get_strategy(), dataclasses.replace(source, arrays=None), 3, 6, 7)
+    feed = feeds.train_feed(tf.distribute.get_strategy(), dataclasses.replace(source, in_memory=False), 3, 6, 7)
     assert steps(source, 3, 4) == [feed.next().features[:, 0].numpy().astype(int).tolist() for _ in range(4)]
 
 
 def test_shapes_are_static_the_length_is_known_and_the_parts_of_an_example_stay_together(source):
-    part = BatchSlice(6, 7, first_step=5, num_steps=4, replicas=Replicas(3, 1, 2))
-    dataset = source.train_dataset(part)
+    dataset = source.train_dataset(BatchSlice(6, 7, first_step=5, replicas=Replicas(3, 1, 2)))
     assert [[2, 2], [2], [2]] == [spec.shape.as_list() for spec in dataset.element_spec]
     assert [tf.float32, tf.int64, tf.float32] == [spec.dtype for spec in dataset.element_spec]
-    assert 8 == len(dataset) == len(list(dataset))
-    for features, labels, weights in dataset:
+    assert tf.data.INFINITE_CARDINALITY == dataset.cardinality()
+    assert 200 == sum(1 for _ in dataset.take(200))
+    for features, labels, weights in dataset.take(8):
         np.testing.assert_array_equal(features[:, 0] % 3, tf.cast(labels, tf.float32))
         np.testing.assert_array_equal(10 * features[:, 1] if source.weighted else tf.ones([2]), weights)
-    endless = source.train_dataset(dataclasses.replace(part, num_steps=None))
-    assert tf.data.INFINITE_CARDINALITY == endless.cardinality()
-    assert 200 == sum(1 for _ in endless.take(200))
 
 
 @pytest.mark.parametrize(("replicas", "replica_batch"), [(1, 4), (1, 6), (1, 50), (2, 2), (4, 4), (3, 1)])
@@ -114,7 +113,7 @@ def shard(data_dir: Path, version: str, value: float, num_shards: int = 3) -> No
     listed_examples.shard(data_dir, "numbers", ListedExamples(examples, examples[:5], version), num_shards)
 
 
-def first_feature(source: sources.Source) -> float:
+def first_feature(source: Source) -> float:
     return float(next(iter(source.train_dataset(BatchSlice(2, 7)))).features[0, 0])
 
 
@@ -123,38 +122,38 @@ def first_feature(source: sources.Source) -> float:
 def test_a_later_generation_uses_the_data_of_the_first(make_run, tmp_path, config, write):
     run = make_run(workers=0)
     write(tmp_path, "1", 1.0)
-    assert 1.0 == first_feature(sources.open_source(config, tmp_path, run))
+    assert 1.0 == first_feature(open_source(config, tmp_path, run))
     write(tmp_path, "2", 2.0)
-    assert 1.0 == first_feature(sources.open_source(config, tmp_path, run))
-    assert "1" == sources.open_source(config, tmp_path, run).version
-    assert 2.0 == first_feature(sources.open_source(config, tmp_path, make_run("another", workers=0)))
-    assert 2.0 == first_feature(sources.open_source(config, tmp_path))
+    assert 1.0 == first_feature(open_source(config, tmp_path, run))
+    assert "1" == open_source(config, tmp_path, run).record.version
+    assert 2.0 == first_feature(open_source(config, tmp_path, make_run("another", workers=0)))
+    assert 2.0 == first_feature(open_source(config, tmp_path))
     recorded = {"version": "1", "num_shards": 3 if config is SHARDS else 0}
     assert recorded == read_json(run.control / "data.json")
 
 
 def test_another_number_of_shards_is_refused_in_one_line(run, tmp_path):
     shard(tmp_path, "1", 1.0)
-    sources.open_source(SHARDS, tmp_path, run)
+    open_source(SHARDS, tmp_path, run)
     shard(tmp_path, "1", 1.0, num_shards=4)
     with pytest.raises(RunFailed, match="invoke data.shard --name numbers --shards 3"):
-        sources.open_source(SHARDS, tmp_path, run)
+        open_source(SHARDS, tmp_path, run)
     shard(tmp_path, "1", 1.0, num_shards=3)
-    assert 3 == sources.open_source(SHARDS, tmp_path, run).num_shards
+    assert 3 == open_source(SHARDS, tmp_path, run).num_shards
 
 
 def test_data_that_is_gone_is_asked_for_by_its_version(run, tmp_path):
     prepare(tmp_path, "1", 1.0)
-    sources.open_source(ARRAYS, tmp_path, run)
+    open_source(ARRAYS, tmp_path, run)
     store.path_of(tmp_path, "arrays", "own:numbers", "1").rename(tmp_path / "elsewhere")
     prepare(tmp_path, "2", 2.0)
     with pytest.raises(PrerequisiteError, match="^own:numbers 1 is not prepared"):
-        sources.open_source(ARRAYS, tmp_path, run)
+        open_source(ARRAYS, tmp_path, run)
 
 
 def test_data_that_was_never_prepared_is_not_recorded(run, tmp_path):
     with pytest.raises(PrerequisiteError):
-        sources.open_source(ARRAYS, tmp_path, run)
+        open_source(ARRAYS, tmp_path, run)
     assert not (run.control / "data.json").exists()
 
 

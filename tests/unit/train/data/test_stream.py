@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from tests.support.listed_examples import ListedExamples, shard
 from train.data import batches as batching
-from train.data import blocks, shards, stream
+from train.data import blocks
 from train.data.batches import BatchSlice, Replicas
+from train.data.shards import ShardRecord
+from train.data.stream import ShardSource
 
 ONE = Replicas()
 NUM_EXAMPLES = 101  # neither a multiple of the global batch nor of the shards
@@ -26,31 +28,33 @@ def make_numbers(train: int = NUM_EXAMPLES, test: int = 23) -> ListedExamples:
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory) -> shards.ShardSet:
+def numbers(tmp_path_factory) -> ShardRecord:
     return shard(tmp_path_factory.mktemp("shards"), "numbers", make_numbers(), NUM_SHARDS)
 
 
 def batches(
-    split: shards.ShardSplit, steps: int, first_step: int = 0, part: Replicas = ONE, seed: int = 7, batch: int = 12
+    record: ShardRecord, steps: int, first_step: int = 0, part: Replicas = ONE, seed: int = 7, batch: int = 12
 ) -> np.ndarray:
     """Return the labels that some replicas train on: `[steps, local, B]`."""
-    dataset = stream.train_dataset(split, BatchSlice(batch, seed, first_step, steps, part))
-    features, labels, weights = (tensor.numpy() for tensor in dataset.batch(steps * part.count).get_single_element())
+    dataset = ShardSource(record=record).train_dataset(BatchSlice(batch, seed, first_step, part))
+    features, labels, weights = (
+        tensor.numpy() for tensor in dataset.take(steps * part.count).batch(steps * part.count).get_single_element()
+    )
     np.testing.assert_array_equal(np.stack([labels, labels + 1], -1), features)
     np.testing.assert_array_equal(10.0 * labels, weights)
     return labels.reshape(steps, part.count, -1)
 
 
-def epochs(split: shards.ShardSplit, count: int, seed: int = 7) -> np.ndarray:
+def epochs(record: ShardRecord, count: int, seed: int = 7) -> np.ndarray:
     """Return whole epochs, `[count, N]`: with a batch of 1, steps are positions."""
-    return batches(split, count * split.num_examples, batch=1, seed=seed).reshape(count, -1)
+    return batches(record, count * record.train.num_examples, batch=1, seed=seed).reshape(count, -1)
 
 
 def any_sizes(
     tmp_path: Path, data: st.DataObject, num_examples: int, num_shards: int, replicas: int, seed: int
 ) -> None:
     """Check a stream of these sizes: also of shards, windows and epochs smaller than a batch."""
-    found = shard(tmp_path, "numbers", make_numbers(num_examples, 1), num_shards, fresh=True).train
+    found = shard(tmp_path, "numbers", make_numbers(num_examples, 1), num_shards, fresh=True)
     global_batch = replicas * data.draw(st.integers(1, 5))
     steps = -(-2 * num_examples // global_batch) + 1
     part = Replicas(replicas, 0, replicas)
@@ -76,25 +80,25 @@ test_any_sizes_keep_every_promise = pytest.mark.long(settings(QUIET, max_example
 
 @pytest.mark.extended
 def test_orders_of_epochs_and_of_seeds_differ(numbers):
-    orders = [order for seed in (7, 8, 7 + 2**32) for order in epochs(numbers.train, 2, seed)]
+    orders = [order for seed in (7, 8, 7 + 2**32) for order in epochs(numbers, 2, seed)]
     assert 6 == len({order.tobytes() for order in orders})
 
 
 def test_the_order_never_changes_even_with_another_seed_of_tensorflow(numbers):
     tf.random.set_seed(123)
-    assert [[31, 10, 41, 80, 23, 21], [81, 29, 9, 40, 59, 1]] == epochs(numbers.train, 2)[:, :6].tolist()
+    assert [[31, 10, 41, 80, 23, 21], [81, 29, 9, 40, 59, 1]] == epochs(numbers, 2)[:, :6].tolist()
 
 
 def test_windows_before_the_step_are_not_read(numbers, tmp_path, monkeypatch):
-    order = epochs(numbers.train, 1)[0]
+    order = epochs(numbers, 1)[0]
     gone = [file.path for at, file in enumerate(numbers.train.files) if at in set(order[:40] % NUM_SHARDS)]
     for path in gone:
         path.rename(tmp_path / path.name)
     try:
         # The first window has 40 or 41 examples of the 101, the second as many.
-        resumed = batches(numbers.train, 20, first_step=42, batch=1)
+        resumed = batches(numbers, 20, first_step=42, batch=1)
         with pytest.raises(tf.errors.NotFoundError):
-            batches(numbers.train, 1, batch=1)
+            batches(numbers, 1, batch=1)
     finally:
         for path in gone:
             (tmp_path / path.name).rename(path)
@@ -103,7 +107,7 @@ def test_windows_before_the_step_are_not_read(numbers, tmp_path, monkeypatch):
 
 def test_a_split_too_large_to_keep_is_read_again(numbers, monkeypatch):
     def second_pass_reads() -> bool:
-        dataset = stream.eval_dataset(numbers.test, 4, Replicas())
+        dataset = ShardSource(record=numbers).eval_dataset(4, Replicas())
         assert 6 == len(list(dataset))
         path = numbers.test.files[0].path
         hidden = path.with_name("hidden")
@@ -117,18 +121,20 @@ def test_a_split_too_large_to_keep_is_read_again(numbers, monkeypatch):
         return False
 
     assert not second_pass_reads()
-    monkeypatch.setattr(batching, "EVAL_CACHE_BYTES", 6 * 4 * 8 - 1)
+    monkeypatch.setattr(batching, "EVAL_CACHE_BYTES", 6 * 4 * 16 - 1)
     assert second_pass_reads()
 
 
 def test_a_shard_of_other_examples_than_the_index_says_ends_the_stream(tmp_path):
-    found = shard(tmp_path, "numbers", make_numbers(20, 2), 2).train
-    path = found.files[1].path
+    found = shard(tmp_path, "numbers", make_numbers(20, 2), 2)
+    first, second = found.train.files
+    path = second.path
     records = [record.numpy() for record in tf.data.TFRecordDataset(str(path))]
     with tf.io.TFRecordWriter(str(path)) as writer:
         for record in records[:-1]:
             writer.write(record)
-    rehashed = dataclasses.replace(found.files[1], blocks=blocks.hash_blocks(path))
-    found = dataclasses.replace(found, files=(found.files[0], rehashed))
+    rehashed = dataclasses.replace(second, blocks=blocks.hash_blocks(path))
+    train = dataclasses.replace(found.train, files=(first, rehashed))
+    found = dataclasses.replace(found, train=train)
     with pytest.raises(tf.errors.InvalidArgumentError, match="more or fewer examples than their index says"):
         batches(found, 1)

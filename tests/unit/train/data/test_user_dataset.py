@@ -14,7 +14,9 @@ import pytest
 
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support import own_module
-from train.data import arrays, user_dataset
+from train.data import user_dataset
+from train.data.arrays import ArrayRecord
+from train.data.dataset_record import DTYPES
 from train.data.prepare import preparation as prepare
 
 ROOT = Path(__file__).parents[4]
@@ -62,7 +64,7 @@ def test_features_of_any_numeric_type_keep_their_values(dtype, returns):
     features = np.array([[limits.min if limits else 0], [most]], dtype)
     dataset = user_dataset.read_dataset(returns({split: (features, [0, 1]) for split in ("train", "test")}))
     stored = dataset.splits["train"][0]
-    assert stored.dtype.name in arrays.DTYPES["features"]
+    assert stored.dtype.name in DTYPES["features"]
     assert features.tolist() == stored.tolist()
 
 
@@ -124,8 +126,8 @@ def test_the_version_follows_the_contents(returns):
         ({**GOOD, "train": (IMAGES + np.uint64(2**63), LABELS)}, "9223372036854775855"),
         ({**GOOD, "train": (list("abc"), LABELS)}, "examples/text"),
         ({**GOOD, "train": (IMAGES, np.array(list("abc"), object))}, "labels are text or objects"),
-        ({**GOOD, "test": (IMAGES[:, :2], LABELS)}, "[N, 2, 4, 1]"),
-        ({**GOOD, "test": (IMAGES, FLOATS[:, 0])}, "float32 [N]"),
+        ({**GOOD, "test": (IMAGES[:, :2], LABELS)}, "[2, 4, 1] uint8"),
+        ({**GOOD, "test": (IMAGES, FLOATS[:, 0])}, "[] float32"),
         ({**GOOD, "classes": ["a", "b"]}, "0 to 2"),
         ({**GOOD, "test": (IMAGES, [0, -1, 0])}, "-1 to 2"),
         ({"train": (FLOATS, FLOATS), "test": (FLOATS, FLOATS), "classes": ["a"]}, "classes"),
@@ -160,15 +162,15 @@ def test_a_module_that_cannot_run_is_reported(tmp_path, monkeypatch, text, named
 def test_the_same_contents_are_written_once(returns, tmp_path):
     data_dir = tmp_path / "data"
     first = prepare.prepare_dataset(returns(GOOD), data_dir)
-    written = first.train.features.path.stat().st_mtime_ns
+    written = first.train.files[0].path.stat().st_mtime_ns
     assert first == prepare.prepare_dataset(returns(GOOD), data_dir)
-    assert written == first.train.features.path.stat().st_mtime_ns
+    assert written == first.train.files[0].path.stat().st_mtime_ns
     other = prepare.prepare_dataset(returns({**GOOD, "train": GOOD["test"]}), data_dir)
     assert other.version != first.version
-    assert other == arrays.find_arrays(data_dir, "own_module:data")
-    assert first == arrays.find_arrays(data_dir, "own_module:data", first.version)
-    assert first == prepare.prepare_dataset(returns(GOOD), data_dir) == arrays.find_arrays(data_dir, "own_module:data")
-    assert written == first.train.features.path.stat().st_mtime_ns
+    assert other == ArrayRecord.find(data_dir, "own_module:data")
+    assert first == ArrayRecord.find(data_dir, "own_module:data", first.version)
+    assert first == prepare.prepare_dataset(returns(GOOD), data_dir) == ArrayRecord.find(data_dir, "own_module:data")
+    assert written == first.train.files[0].path.stat().st_mtime_ns
     assert {".prepare.lock", "arrays"} == {path.name for path in data_dir.iterdir()}
 
 
@@ -176,11 +178,11 @@ def test_a_function_that_fails_leaves_what_was_prepared(returns, tmp_path):
     with pytest.raises(UsageError):
         prepare.prepare_dataset(returns(ValueError("no")), tmp_path)
     with pytest.raises(PrerequisiteError):
-        arrays.find_arrays(tmp_path, "own_module:data")
+        ArrayRecord.find(tmp_path, "own_module:data")
     first = prepare.prepare_dataset(returns(GOOD), tmp_path)
     with pytest.raises(UsageError):
         prepare.prepare_dataset(returns(ValueError("no")), tmp_path)
-    assert first == arrays.find_arrays(tmp_path, "own_module:data")
+    assert first == ArrayRecord.find(tmp_path, "own_module:data")
 
 
 DATA = "import numpy as np\nGOOD = {split: (np.ones((2, 2)), np.ones(2)) for split in ('train', 'test')}\n"

@@ -25,7 +25,7 @@ from tests.support import own_module
 from train.callbacks.callback_actions import build_callbacks
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
-from train.data import arrays, sources
+from train.data import arrays, opening
 from train.loops import custom, fit
 from train.model import objectives
 
@@ -115,7 +115,7 @@ def train(own_parts, make_run, tmp_path) -> Callable[..., Trained]:
         recorder = Recorder()
         own_parts.callbacks = lambda run, task: [recorder, *others]
         config = dataclasses.replace(CONFIG, max_steps=steps, callbacks=callbacks, **values)
-        source = sources.open_source(config, data_dir)
+        source = opening.open_source(config, data_dir)
         strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
         keras.utils.set_random_seed(1)
 

@@ -12,8 +12,9 @@ from cluster.system.errors import UsageError
 from tests.support import own_module
 from train import prediction
 from train.config import TrainConfig
-from train.data import sources
+from train.data import opening
 from train.data.prepare import preparation
+from train.data.sources import Source
 from train.loops import evaluation
 from train.model import export, models, objectives
 from train.settings.parts import Optimizer
@@ -60,14 +61,14 @@ def config(**more: Any) -> TrainConfig:
     return TrainConfig(**named | {"global_batch": BATCH, "optimizer": optimizer} | more).check()
 
 
-def objective_of(source: sources.Source, **more: Any) -> objectives.Objective:
+def objective_of(source: Source, **more: Any) -> objectives.Objective:
     return objectives.build_configured(config(**more), classifies=source.classifies)
 
 
 @pytest.fixture
-def source(own, tmp_path) -> sources.Source:
+def source(own, tmp_path) -> Source:
     preparation.prepare_dataset("own_named:data", tmp_path)
-    return sources.open_source(config(), tmp_path)
+    return opening.open_source(config(), tmp_path)
 
 
 def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, make_run):

@@ -22,7 +22,7 @@ from cluster.host.launch import configuration
 from cluster.system.errors import UsageError
 from tests.support import own_module
 from train.config import Optimizer, TrainConfig
-from train.data import sources
+from train.data import opening
 from train.data.prepare import preparation
 from train.startup import model_checks
 
@@ -305,7 +305,7 @@ PARAMETERS = 121_930
 def images(monkeypatch):
     """Images of 28 x 28 in 10 classes."""
     source = SimpleNamespace(feature_shape=(28, 28, 1), num_outputs=10)
-    monkeypatch.setattr(sources, "open_source", lambda config, data_dir: source)
+    monkeypatch.setattr(opening, "open_source", lambda config, data_dir: source)
 
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("sgd", 1)])

@@ -1,0 +1,276 @@
+"""The record of a dataset: the form of its examples, and the files that hold them.
+
+    <data_dir>/<kind>/<name>-<version>/<kind>.json    the record, in the folder of the files that it lists
+    <data_dir>/<kind>/<name>-<version>.json           the record of a dataset without files
+    <data_dir>/<kind>/<name>.json                     the newest version
+
+There are three kinds: arrays (`train/data/arrays.py`), shards (`train/data/shards.py`), or a function
+(`train/data/function/calling.py`). Standard library only: finding and verifying prepared data needs neither NumPy nor
+TensorFlow.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cluster.system.errors import RunFailed, UsageError
+from cluster.system.files import sha256
+from cluster.system.messages import COMMAND
+from train import named
+from train.data import store
+from train.named import Named
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DTYPES = {"features": ("uint8", "int32", "int64", "float32"), "labels": ("int64", "float32"), "weights": ("float32",)}
+"""Possible types of each part of an example."""
+PARTS = tuple(DTYPES)
+SPLITS = ("train", "test")
+STORED = {
+    "bool": "uint8",
+    "int8": "int32",
+    "int16": "int32",
+    "uint16": "int32",
+    "uint32": "int64",
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float64": "float32",
+}
+"""The types in which features of other types are stored; only float64 loses precision."""
+ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4}
+
+COMMANDS = {"arrays": "data.prepare", "shards": "data.shard", "functions": "data.examine"}
+"""The command that prepares a dataset of each kind."""
+
+BLOCK_BYTES = 4 << 20
+"""Size of the blocks by which files are checked, see `train/data/blocks.py`; a file's last one may be smaller."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of an example."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype}"
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Leaf:
+        return cls(tuple(entry["shape"]), entry["dtype"])
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a split: an array of all examples, or all parts of some examples."""
+
+    path: Path
+    num_examples: int
+    size_bytes: int
+    sha256: str
+    blocks: tuple[int, ...]
+    """The hash of each block, see `train/data/blocks.py`."""
+
+    @classmethod
+    def from_entry(cls, folder: Path, entry: Mapping[str, Any], num_examples: int, size_bytes: int) -> DataFile:
+        """Return the file in `folder` that an entry of a record describes."""
+        blocks = tuple(int(digits, 16) for digits in entry["blocks"].split())
+        if len(blocks) != -(-size_bytes // BLOCK_BYTES):
+            raise ValueError(f"{len(blocks)} blocks of {entry['file']}")
+        return cls(folder / entry["file"], num_examples, size_bytes, entry["sha256"], blocks)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples to train on or to test on.
+
+    Features are uint8, int32, int64 or float32; labels int64 (classes) or float32 (quantities); weights of examples, if
+    there are any, one float32 each. Several features or labels are dictionaries, see `train/named.py`.
+    """
+
+    num_examples: int
+    example: Mapping[str, Named]
+    """A `Leaf`, or a dictionary of them, for each of the `PARTS` of an example."""
+    files: tuple[DataFile, ...] = ()
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """All arrays of an example, in the order of its parts."""
+        return [leaf for part in self.example.values() for leaf in named.leaves(part)]
+
+    @property
+    def example_bytes(self) -> int:
+        return sum(leaf.size_bytes for leaf in self.leaves)
+
+    def join(self, values: Iterable[Any]) -> dict[str, Named]:
+        """Return the parts with a value for each of `leaves`."""
+        in_order = iter(values)
+        return {name: named.each(lambda _: next(in_order), part) for name, part in self.example.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRecord(abc.ABC):
+    """What is known of a dataset without reading its examples.
+
+    Attributes:
+        classes: the names of the classes, a tuple; empty without names and for quantities.
+        num_outputs: number of classes; for quantities, their number per example.
+        source_files: the original files, below the data folder, with their sha256.
+    """
+
+    kind: ClassVar[str]
+    name: str
+    version: str
+    classes: Named
+    num_outputs: Named
+    train: Split
+    test: Split
+    source_files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        return {"train": self.train, "test": self.test}
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return (*self.train.files, *self.test.files)
+
+    @property
+    def note(self) -> str:
+        """The end of the description of this dataset."""
+        return ""
+
+    def __str__(self) -> str:
+        def describe_outputs(label: Leaf, count: int) -> str:
+            singular, plural = ("output", "outputs") if label.dtype == "float32" else ("class", "classes")
+            return f"{count} {singular if count == 1 else plural}"
+
+        def listed(value: Named) -> str:
+            return ", ".join(f"{name} {item}".strip() for name, item in named.in_words(value).items())
+
+        features, labels = self.train.example["features"], self.train.example["labels"]
+        outputs = named.each(describe_outputs, labels, self.num_outputs)
+        return (
+            f"{self.name} {self.version}: {self.train.num_examples} examples to train, {self.test.num_examples} to "
+            f"test, each {listed(features)}, {listed(outputs)}{self.note}"
+        )
+
+    @classmethod
+    def from_json(cls, folder: Path, value: Mapping[str, Any]) -> Self:
+        """Return the record from its JSON; `folder` has its files."""
+        parsed = {known.name: value[known.name] for known in fields(cls) if known.name in value}
+        parsed |= {split: cls.parse_split(folder, value, split) for split in SPLITS}
+        return cls(**parsed | {"classes": named.each(tuple, value["classes"])})
+
+    @classmethod
+    @abc.abstractmethod
+    def parse_split(cls, folder: Path, value: Mapping[str, Any], split: str) -> Split:
+        """Return a split from the JSON of the record."""
+
+    @classmethod
+    def path(cls, data_dir: Path, name: str, version: str) -> Path:
+        return store.path_of(data_dir, cls.kind, name, version) / f"{cls.kind}.json"
+
+    @classmethod
+    def newest_version(cls, data_dir: Path, name: str) -> str:
+        path, fix = store.pointer_of(data_dir, cls.kind, name), f"run `{command(cls.kind, name)}`"
+        missing = f"{name} is not prepared: there is no {path}; {fix}"
+        return store.read_index(path, lambda value: str(value["version"]), missing, fix)
+
+    @classmethod
+    def find(cls, data_dir: Path, name: str, version: str = "") -> Self:
+        """Find a dataset, by default its newest version, and compare the size of every file with its record."""
+        version = version or cls.newest_version(data_dir, name)
+        path, fix = cls.path(data_dir, name, version), f"run `{command(cls.kind, name)}`"
+        if is_user_dataset(name):  # of which the command may make another version
+            fix = f"copy {store.path_of(data_dir, cls.kind, name, version)}* from where it is, or {fix}"
+        missing, again = f"{name} {version} is not prepared in {data_dir}; {fix}", advice(cls.kind, name)
+        record = store.read_index(path, partial(cls.from_json, path.parent), missing, again)
+        for file in record.files:
+            size_bytes = file.path.stat().st_size if file.path.is_file() else 0
+            if size_bytes != file.size_bytes:
+                expected = f"expected {file.size_bytes} for {file.num_examples} examples"
+                raise RunFailed(f"{file.path} has {size_bytes} bytes, {expected}; {again}")
+        return record
+
+    def verify(self, data_dir: Path, say: Callable[[str], None]) -> None:
+        """Recompute the sha256 of every file and of the original files, and report a line for each.
+
+        Original files may be missing, because training does not read them.
+        """
+        expected = {file.path: file.sha256 for file in self.files}
+        expected |= {data_dir / name: digest for name, digest in self.source_files.items()}
+        differing = []
+        for path, digest in expected.items():
+            if not path.exists():
+                say(f"gone      {path} (not needed to train)")
+            elif sha256(path) == digest:
+                say(f"ok        {path}")
+            else:
+                say(f"DIFFERENT {path}")
+                differing.append(str(path))
+        if differing:
+            changed = ", ".join(differing)
+            raise RunFailed(f"{changed}: changed since they were prepared; {advice(self.kind, self.name)}")
+
+
+def command(kind: str, name: str) -> str:
+    """Return the command that prepares a dataset."""
+    return f"{COMMAND} {COMMANDS[kind]} --name {name}"
+
+
+def advice(kind: str, name: str) -> str:
+    """Return the advice about damaged files of a dataset."""
+    return f"run `{command(kind, name)} --fresh`"
+
+
+def is_user_dataset(name: str) -> bool:
+    """Whether a name is a user's dataset, `package.module:function`."""
+    return ":" in name
+
+
+def parse_part(part: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]) -> Named:
+    """Parse the JSON of a part of an example: the entry of one array, or a dictionary of them."""
+    if isinstance(part.get("shape"), list | tuple):  # a dictionary of arrays may have one with that name
+        return parse(part)
+    return {name: parse(entry) for name, entry in part.items()}
+
+
+def show_example(example: Mapping[str, Named]) -> str:
+    """Return the description of an example for messages."""
+    return ", ".join(
+        f"{part}{name} {leaf}" for part, value in example.items() for name, leaf in named.in_words(value).items()
+    )
+
+
+def stored_dtype(subject: str, part: str, dtype: np.dtype[Any]) -> str:
+    """Return the type in which an array of a part of a split, a key of `DTYPES`, is stored."""
+    if part == "labels" and dtype.kind in "iub":
+        return "int64"
+    name = "float32" if part == "weights" and dtype.kind in "iub" else STORED.get(dtype.name, dtype.name)
+    if name not in DTYPES[part]:
+        text = dtype.kind in "OSUT"
+        hint = "; turn text into whole numbers, see examples/text" if text else ""
+        actual = "text or objects" if text else dtype.name
+        raise UsageError(f"{subject} are {actual}; expected {' or '.join(DTYPES[part])}{hint}")
+    return name
+
+
+def values_in(shape: Sequence[int]) -> int:
+    """Return the number of values that a model predicts for quantities, from the shape of an example's labels.
+
+    With several axes it predicts the last axis at every position of the others.
+    """
+    return shape[-1] if shape else 1
