@@ -1,4 +1,4 @@
-"""Goodput under kills: a task's program is killed at regular intervals, with snapshots in memory and without.
+"""Goodput under kills: a task's program is killed at regular intervals; ours, and others that restart by themselves.
 
 Goodput is the share of the time in which steps were done that count: the steps done in a window, times the time that a
 step took before the first kill, over the length of the window (runtime goodput, arXiv:2502.06982).
@@ -7,17 +7,26 @@ step took before the first kill, over the length of the window (runtime goodput,
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+from benchmarks import peers
 from benchmarks.figures import Figure, ratios
-from benchmarks.runs import ENDLESS, Bench
+from benchmarks.peers import Peer
+from benchmarks.runs import ENDLESS, LIMIT_S, Bench
 from cluster.contract.run import records
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Programs
 from cluster.host.launch import teardown
+from cluster.system.errors import RunFailed
+from cluster.system.processes import ProcessTable
+from cluster.system.waiting import wait_until
 
 EVERY_S = (5.0, 15.0, 60.0)
 WINDOW_S, QUICK_S = 600.0, 40.0
@@ -28,49 +37,105 @@ WORDS = {MEMORY: (), DISK: ("--no-memory-snapshots",)}
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Kill programs of a chief and a worker at each interval."""
-    found: dict[float, dict[str, list[float]]] = {every_s: {how: [] for how in WORDS} for every_s in EVERY_S}
-    for number in bench.turns():
-        for every_s, shares in found.items():
+    """Kill programs of two tasks at each interval."""
+    others = [peer for peer in peers.PEERS if bench.peers and peer.python]
+    figures = []
+    for every_s in EVERY_S:
+        shares: dict[str, list[float]] = {how: [] for how in WORDS} | {peer.title: [] for peer in others}
+        for turn in bench.turns():
+            name = f"goodput-{every_s:g}-{turn}"
             for how, words in WORDS.items():
-                shares[how].append(_goodput(bench, f"goodput-{number}-{every_s:g}-{len(words)}", words, every_s))
-    return [
-        Figure(
-            f"goodput-{every_s:g}",
-            f"goodput of a chief and a worker, a kill every {every_s:g} s for {_window_s(bench):g} s",
-            "of the time",
-            shares,
-            ratios(shares[MEMORY], shares[DISK]),
-        )
-        for every_s, shares in found.items()
-    ]
+                with _ours(bench, f"{name}-{len(words)}", words) as training:
+                    shares[how].append(_goodput(training, every_s, _window_s(bench)))
+            for peer in others:
+                with _other(bench, peer, bench.folder / f"{name}-{peer.module}") as training:
+                    shares[peer.title].append(_goodput(training, every_s, _window_s(bench)))
+            bench.log(f"    {every_s:g} s: {', '.join(f'{how} {found[-1]:.2f}' for how, found in shares.items())}")
+        title = f"goodput of two tasks, one of which is killed every {every_s:g} s for {_window_s(bench):g} s"
+        compared = ratios(shares[MEMORY], shares[DISK])
+        figures.append(Figure(f"goodput-{every_s:g}", title, "of the time", shares, compared))
+    return figures
 
 
 def _window_s(bench: Bench) -> float:
     return QUICK_S if bench.quick else WINDOW_S
 
 
-def _goodput(bench: Bench, name: str, words: tuple[str, ...], every_s: float) -> float:
-    run = bench.up(name, "--workers=1", "--detach", *words, steps=ENDLESS)
-    dice = random.Random(name)  # noqa: S311  # not for cryptography
-    first, began = run.newest_step, time.monotonic()
+class _Training:
+    """A training of two tasks in the background."""
+
+    def __init__(self, newest_step: Callable[[], int], programs: Callable[[], list[int]]) -> None:
+        """`programs` returns the ids of the processes that train at this moment."""
+        self.newest_step, self._programs = newest_step, programs
+
+    def kill(self, dice: random.Random) -> None:
+        """Kill one of the programs, if there is one at this moment."""
+        if pids := self._programs():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(dice.choice(pids), signal.SIGKILL)
+
+
+def _goodput(training: _Training, every_s: float, window_s: float) -> float:
+    dice = random.Random(every_s)  # noqa: S311  # not for cryptography
+    step_s = 1 / _steps_per_s(training)
+    first, began = training.newest_step(), time.monotonic()
+    for number in range(int(window_s / every_s)):
+        time.sleep(max(0.0, began + (number + 0.5) * every_s - time.monotonic()))
+        training.kill(dice)
+    time.sleep(max(0.0, began + window_s - time.monotonic()))
+    return (training.newest_step() - first) * step_s / (time.monotonic() - began)
+
+
+def _steps_per_s(training: _Training) -> float:
+    """Let an undisturbed training run for a while; return how many steps it does in a second."""
+    if not wait_until(lambda: training.newest_step() > 0, LIMIT_S):
+        raise RunFailed("a training for the goodput does no step")
+    first, began = training.newest_step(), time.monotonic()
     time.sleep(CALM_S)
-    step_s = (time.monotonic() - began) / (run.newest_step - first)
-    first, began = run.newest_step, time.monotonic()
-    due = began + every_s
-    while due < began + _window_s(bench):
-        time.sleep(max(0.0, due - time.monotonic()))
-        _kill(run, dice.choice(["chief", "worker-0"]))
-        due += every_s
-    time.sleep(max(0.0, began + _window_s(bench) - time.monotonic()))
-    share = (run.newest_step - first) * step_s / (time.monotonic() - began)
+    return (training.newest_step() - first) / (time.monotonic() - began)
+
+
+@contextmanager
+def _ours(bench: Bench, name: str, words: tuple[str, ...]) -> Iterator[_Training]:
+    run = bench.up(name, "--workers=1", "--detach", *words, steps=ENDLESS)
+
+    def programs() -> list[int]:
+        found = [records.read_record(run.programs(task), Programs.from_json, None) for task in ("chief", "worker-0")]
+        return [each.program.pid for each in found if each]
+
+    # The heartbeats of programs that start again begin with step 0.
+    yield _Training(lambda: max((row["step"] for row in run.rows("chief")), default=0), programs)
     teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
-    return share
 
 
-def _kill(run: RunFolder, task: str) -> None:
-    """Kill a task's program, if it has one at this moment."""
-    programs = records.read_record(run.programs(task), Programs.from_json, None)
-    if programs:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(programs.program.pid, signal.SIGKILL)
+@contextmanager
+def _other(bench: Bench, peer: Peer, folder: Path) -> Iterator[_Training]:
+    folder.mkdir()
+    rows = folder / "rows.jsonl"
+    environment = {"PET_MAX_RESTARTS": "100000", "PET_MONITOR_INTERVAL": "0.1"}  # torchrun's options
+    fastest = [setting for setting in peer.settings(2) if "--threads=1" in setting.words][-1]
+    with rows.open("ab") as output:
+        command, variables = peer.start(bench, 2, ENDLESS, fastest, f"--state={folder}")
+        process = subprocess.Popen(command, env=os.environ | variables | environment, stdout=output, stderr=output)
+
+    def newest_step() -> int:
+        lines = [line for line in rows.read_text().splitlines() if line.startswith('{"step"')]
+        return max((json.loads(line)["step"] for line in lines), default=0)
+
+    yield _Training(newest_step, lambda: _workers(process.pid))
+    table = ProcessTable()
+    for pid in (process.pid, *table.descendants(process.pid)):
+        table.kill(pid)
+    process.wait()
+
+
+def _workers(pid: int) -> list[int]:
+    """Return the processes that train among the descendants of torchrun or of a driver of Ray."""
+    return sorted(each for each in ProcessTable().descendants(pid) if _trains(each))
+
+
+def _trains(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"TrainWorker" in command or b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+    return False

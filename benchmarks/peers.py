@@ -60,11 +60,18 @@ class Peer:
         version = bench.call([self.python, "-c", asked]).strip()
         return Contender(f"{self.title} {version}", self.settings, self._run, self.alone)
 
-    def _run(self, bench: Bench, tasks: int, steps: int, setting: Setting) -> list[dict[str, Any]]:
+    def start(
+        self, bench: Bench, tasks: int, steps: int, setting: Setting, *more: str
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command of a training, and the variables of its environment."""
         options = [f"--arrays={bench.arrays}", f"--steps={steps}", f"--global-batch={GLOBAL_BATCH}", *setting.words]
         # Ray leaves files in the home folder.
         environment = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "HOME": str(bench.folder)}
-        return bench.rows([self.python, *self.command(tasks), *options], **environment, **setting.environment)
+        return [self.python, *self.command(tasks), *options, *more], environment | dict(setting.environment)
+
+    def _run(self, bench: Bench, tasks: int, steps: int, setting: Setting) -> list[dict[str, Any]]:
+        command, environment = self.start(bench, tasks, steps, setting)
+        return bench.rows(command, **environment)
 
 
 def _torch_settings(tasks: int) -> list[Setting]:

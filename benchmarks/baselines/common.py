@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 EVERY = 25
+SAVED_EVERY = 2 * EVERY
+"""Steps between two saved states, with `--state`."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--global-batch", type=int, default=192, help="examples of a step (default: 192)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="of Adam (default: 0.002)")
     parser.add_argument("--threads", type=int, default=0, help="of one operation; 0: all cores (default: 0)")
+    parser.add_argument("--state", type=Path, help="folder in which the state is saved, and from which it is restored")
     return parser
 
 

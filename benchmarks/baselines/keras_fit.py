@@ -18,15 +18,15 @@ from benchmarks.baselines.common import EVERY, log_step, parser, train_arrays
 class LogSteps(tf.keras.callbacks.Callback):
     """Logs the steps, and ends the training after the last."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, done: int = 0) -> None:
         super().__init__()
         self._steps = steps
-        self._step = 0
+        self._done = self._step = done
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:  # noqa: ARG002
         if self._step >= self._steps:
             return
-        self._step = batch + 1
+        self._step = self._done + batch + 1
         log_step(self._step, self._steps)
         self.model.stop_training = self._step >= self._steps
 

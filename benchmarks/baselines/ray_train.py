@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.tensorflow import TensorflowTrainer
 
-from benchmarks.baselines.common import EVERY, parser, train_arrays
+from benchmarks.baselines.common import EVERY, SAVED_EVERY, parser, train_arrays
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
@@ -31,10 +31,35 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(len(images)).repeat()
     with strategy.scope():
         model = build_and_compile_cnn_model(config["learning_rate"], steps_per_execution=config["steps_per_execution"])
+    done, callbacks = 0, []
+    if config["state"]:
+        if checkpoint := ray.train.get_checkpoint():
+            with checkpoint.as_directory() as folder:
+                model.load_weights(str(Path(folder) / "state"))
+                done = int((Path(folder) / "step").read_text())
+        callbacks.append(_report_state(model, done))
     output_path = config["output"] if ray.train.get_context().get_world_rank() == 0 else os.devnull
     with Path(output_path).open("a") as output, contextlib.redirect_stdout(output):
         batches = dataset.batch(config["global_batch"]).prefetch(tf.data.AUTOTUNE)
-        model.fit(batches, steps_per_epoch=config["steps"], verbose=0, callbacks=[LogSteps(config["steps"])])
+        callbacks.append(LogSteps(config["steps"], done))
+        model.fit(batches, steps_per_epoch=config["steps"] - done, verbose=0, callbacks=callbacks)
+
+
+def _report_state(model: Any, done: int) -> Any:
+    """Return a callback that reports the state as Ray's guide has it: every worker reports, the first its files."""
+    import tensorflow as tf
+
+    def report(batch: int, logs: object) -> None:  # noqa: ARG001
+        step = done + batch + 1
+        if step % SAVED_EVERY:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_weights(str(Path(folder) / "state"))
+            (Path(folder) / "step").write_text(str(step))
+            first = ray.train.get_context().get_world_rank() == 0
+            ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder) if first else None)
+
+    return tf.keras.callbacks.LambdaCallback(on_batch_end=report)
 
 
 def report_nothing(folder: Path) -> None:
@@ -51,7 +76,7 @@ def main() -> None:
     arguments.add_argument("--steps-per-execution", type=int, choices=(1, EVERY), default=1, help="of compile")
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        output = Path(folder) / "rows.jsonl"
+        output = (options.state or Path(folder)) / "rows.jsonl"
         output.touch()
         report_nothing(Path(folder))
         ray.init(
@@ -63,9 +88,14 @@ def main() -> None:
         )
         trainer = TensorflowTrainer(
             train_loop_per_worker,
-            train_loop_config=vars(options) | {"arrays": str(options.arrays), "output": str(output)},
+            train_loop_config={
+                **vars(options),
+                "arrays": str(options.arrays),
+                "output": str(output),
+                "state": bool(options.state),
+            },
             scaling_config=ScalingConfig(num_workers=options.tasks, resources_per_worker={"CPU": 1}),
-            run_config=RunConfig(storage_path=folder),
+            run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(-1 if options.state else 0)),
         )
         trainer.fit()
         print(output.read_text(), end="")

@@ -10,6 +10,7 @@ that torchrun gives it: one, where there are several processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.baselines.common import log_step, parser, train_arrays
+from benchmarks.baselines.common import SAVED_EVERY, log_step, parser, train_arrays
 
 
 class TwoConvCnn(nn.Module):  # type: ignore[misc,unused-ignore]
@@ -58,6 +59,13 @@ def batches(dataset: TensorDataset, batch: int, how: str) -> Iterator[tuple[torc
             yield from (dataset[each] for each in indices.split(batch) if len(each) == batch)
 
 
+def save(path: Path, state: dict[str, object]) -> None:
+    """Replace the saved state."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
 def main() -> None:
     """Train."""
     arguments = parser()
@@ -73,14 +81,22 @@ def main() -> None:
     model = DistributedDataParallel(TwoConvCnn().to(memory_format=layout), gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, fused=True)
     loss_function = nn.CrossEntropyLoss()
+    saved, done = options.state and options.state / "state.pt", 0
+    if saved and saved.exists():
+        state = torch.load(saved)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["step"]
     for step, (batch, classes) in enumerate(
-        batches(dataset, options.global_batch // dist.get_world_size(), options.input), 1
+        batches(dataset, options.global_batch // dist.get_world_size(), options.input), done + 1
     ):
         optimizer.zero_grad()
         loss_function(model(batch.contiguous(memory_format=layout)), classes).backward()
         optimizer.step()
         if dist.get_rank() == 0:
             log_step(step, options.steps)
+            if saved and step % SAVED_EVERY == 0:
+                save(saved, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
         if step == options.steps:
             break
     dist.destroy_process_group()

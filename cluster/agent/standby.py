@@ -21,6 +21,8 @@ from cluster.system import memory
 STAGGER_S = 2.0
 """Tasks start their standby processes one after the other, the first once its program has trained for
 `STANDBY_DELAY_S`, so that they do not slow down the start of the run."""
+AFTER_FAILURE_S = 1.0
+"""The delay after a program that trained was replaced: another failure may follow soon, and no start is slowed down."""
 STOPPED_S = 8.0
 """A standby process that a signal has kept stopped for longer is replaced."""
 AGAIN_S = 15.0
@@ -49,8 +51,10 @@ class Standby:
         machine.
         """
         self._start = start
-        delay_s = settings.seconds("STANDBY_DELAY_S")
-        self._delay_s = delay_s if settings.is_set("STANDBY_DELAY_S") else delay_s + STAGGER_S * index
+        self._delay_s = self._next_delay_s = settings.seconds("STANDBY_DELAY_S")
+        if not settings.is_set("STANDBY_DELAY_S"):
+            self._delay_s += STAGGER_S * index
+            self._next_delay_s = AFTER_FAILURE_S
         self._enabled = settings.is_on("STANDBY")
         self._num_tasks = num_tasks
         self._program: TaskProcess | None = None
@@ -122,7 +126,8 @@ class Standby:
 
         With `in_cluster` the next attempt is made with the cluster of the standby processes.
         """
-        self._training_since = None
+        if self._training_since is not None:
+            self._training_since, self._delay_s = None, self._next_delay_s
         self._again_at, self._kills = 0.0, 0
         self._set_kill_score(0)
         program, self._program = self._program, None

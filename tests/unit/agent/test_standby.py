@@ -107,23 +107,57 @@ def test_only_standby_processes_of_the_same_cluster_can_train(run):
     assert 0 == standby_cluster.newest_number(run, 1)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-@pytest.mark.parametrize("for_memory", [False, True])
-def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeypatch, stopped, for_memory):
-    started: list[Mock] = []
-    now, kills = 100.0, 0
+class FakeMachine:
+    """Programs that are started, and what a standby process depends on."""
 
-    def start(_environment: dict[str, str]) -> Mock:
-        started.append(Mock(pid=1, stopped_s=0.0, is_stopped=False, ended=False))
-        return started[-1]
+    def __init__(self) -> None:
+        self.started: list[Mock] = []
+        self.now, self.kills = 100.0, 0
 
-    monkeypatch.setattr(standby.time, "monotonic", lambda: now)
-    monkeypatch.setattr(standby.memory, "kills", lambda: kills)
+    def start(self, _environment: dict[str, str]) -> Mock:
+        self.started.append(Mock(pid=1, stopped_s=0.0, is_stopped=False, ended=False))
+        return self.started[-1]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = FakeMachine()
+    monkeypatch.setattr(standby.time, "monotonic", lambda: machine.now)
+    monkeypatch.setattr(standby.memory, "kills", lambda: machine.kills)
     monkeypatch.setattr(standby.memory, "in_kernel_log", lambda *_: False)
     monkeypatch.setattr(standby.memory, "available_bytes", lambda: 2**50)
     monkeypatch.setattr(standby.memory, "headroom_bytes", lambda: 2**50)
     monkeypatch.setattr(standby.Standby, "_set_kill_score", lambda *_: None)
-    standing_by = standby.Standby(start, 0, 1)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("setting", "delays_s"), [(None, (10 + standby.STAGGER_S, standby.AFTER_FAILURE_S)), ("3", (3, 3))]
+)
+def test_the_standby_process_starts_sooner_after_a_failure_unless_the_delay_is_set(
+    monkeypatch, machine, setting, delays_s
+):
+    monkeypatch.delenv("STANDBY_DELAY_S")
+    if setting:
+        monkeypatch.setenv("STANDBY_DELAY_S", setting)
+    standing_by = standby.Standby(machine.start, 1, 2)
+    standing_by.take()  # the first attempt, before any training
+    for number, delay_s in enumerate(delays_s):
+        standing_by.keep(training=True)
+        machine.now += delay_s - 0.5
+        standing_by.keep(training=True)
+        assert number == len(machine.started)
+        machine.now += 1
+        standing_by.keep(training=True)
+        assert number + 1 == len(machine.started)
+        assert standing_by.take() is machine.started[-1]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("for_memory", [False, True])
+def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(machine, stopped, for_memory):
+    started = machine.started
+    standing_by = standby.Standby(machine.start, 0, 1)
     for _ in range(2):
         standing_by.keep(training=True)
     assert 1 == len(started)
@@ -133,13 +167,13 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(monkeyp
         else:
             started[-1].ended = True
             started[-1].wait.return_value = -signal.SIGKILL
-        kills += int(for_memory)
+        machine.kills += int(for_memory)
         assert standing_by.ended
         standing_by.keep(training=True)
-        now += pause_s - 1
+        machine.now += pause_s - 1
         standing_by.keep(training=True)
         assert restarts == len(started)
-        now += 2
+        machine.now += 2
         standing_by.keep(training=True)
         if for_memory and not stopped:
             assert (1, True, 1) == (len(started), standing_by.settled, standing_by.kills)
