@@ -1,10 +1,10 @@
 """Which of oneDNN's primitives give the same bits on every call; renews `train/startup/primitives.toml`.
 
-    python -m benchmarks.primitives --write
+    python -m benchmarks.primitives --instructions avx2 --write
 
 Each primitive is computed, forward and gradient, on drawn shapes, a thousand times or more with one thread and again
-with all, with oneDNN limited to AVX2 instructions, as `--onednn avx2` limits it. Between the calls memory is allocated
-and filled with other values, and a process whose heap was corrupted ends. Takes about ten minutes.
+with all, with oneDNN limited to these instructions, as `--onednn` limits it. Between the calls memory is allocated and
+filled with other values, and a process whose heap was corrupted ends. Takes about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import random
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
@@ -23,26 +24,28 @@ from typing import Any
 
 from cluster.system.errors import RunFailed
 from cluster.system.messages import counted
+from train.startup.preload import LARGEST_ISA
 
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "1",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
     "LD_PRELOAD": "libc_malloc_debug.so.0",
     "MALLOC_CHECK_": "3",
 }
 """The last two end a process whose heap has been corrupted."""
 HEAD = """\
-# oneDNN's primitives whose bits were the same on every call. Written by `python -m benchmarks.primitives --write`.
+# oneDNN's primitives whose bits repeat on every call, and those whose bits vary, by the instructions of its kernels.
+# Written by `python -m benchmarks.primitives --write`.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure each kind in two processes, with one thread and with all; write the table, and print what varies."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.primitives")
+    parser.add_argument("--instructions", choices=list(LARGEST_ISA), required=True, help="the newest of oneDNN")
     parser.add_argument("--write", action="store_true", help="renew train/startup/primitives.toml")
-    parser.add_argument("--draws", type=int, default=13, help="shapes drawn of each kind (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=40, help="calls for each shape (default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=40, help="shapes drawn of each kind (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=20, help="calls for each shape (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the shapes (default: %(default)s)")
     parser.add_argument("--only", choices=list(KINDS), help="one kind of primitive (default: all)")
     parser.add_argument("--threads", type=int, help="measure --only in this process")
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     varied: dict[str, list[str]] = {}
     for kind in [options.only] if options.only else KINDS:
         for threads in (1, len(os.sched_getaffinity(0))):
-            for row in _rows(kind, threads, arguments):
+            for row in _rows(kind, threads, options.instructions, arguments):
                 for name in row["names"]:
                     calls[name] += row["calls"]
                     if problem := row["problem"]:
@@ -64,20 +67,28 @@ def main(arguments: Sequence[str]) -> int:
     examples = {name: found[:2] for name, found in sorted(varied.items())}
     print(json.dumps({"calls": {name: calls[name] for name in repeat}, "varied": examples}, indent=2))
     if options.write:
-        from train.startup.primitives import TABLE
-
-        lists = (
-            f"{key} = [\n{''.join(f'  {json.dumps(name)},{chr(10)}' for name in names)}]\n"
-            for key, names in (("repeat", repeat), ("vary", sorted(varied)))
-        )
-        TABLE.write_text(HEAD + "".join(lists))
+        _write(options.instructions, {"repeat": repeat, "vary": sorted(varied)})
     return 0
 
 
-def _rows(kind: str, threads: int, arguments: Sequence[str]) -> list[dict[str, Any]]:
+def _write(instructions: str, names: dict[str, list[str]]) -> None:
+    """Replace the lists of these instructions in the table."""
+    from train.startup.primitives import TABLE
+
+    tables = tomllib.loads(TABLE.read_text()) | {instructions: names}
+    lines = HEAD.splitlines()
+    for title, lists in sorted(tables.items()):
+        lines.append(f"[{title}]")
+        for key, listed in lists.items():
+            lines += [f"{key} = [", *(f"  {json.dumps(name)}," for name in listed), "]"]
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
+def _rows(kind: str, threads: int, instructions: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each drawn shape; that of a shape on which the process crashed is the last."""
     command = [sys.executable, "-m", "benchmarks.primitives", *arguments, f"--only={kind}", f"--threads={threads}"]
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT, check=False, stdout=subprocess.PIPE)
+    environment = os.environ | ENVIRONMENT | {"ONEDNN_MAX_CPU_ISA": LARGEST_ISA[instructions]}
+    done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE)
     rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode > 0:
         raise RunFailed(f"{kind}: exit code {done.returncode}")

@@ -43,7 +43,7 @@ CHOICES = {
     "precision": strategies.PRECISIONS,
     "loop": ("custom", "fit"),
     "source": ("memory", "stream", "function"),
-    "onednn": ("auto", "on", "avx2", "off"),
+    "onednn": ("auto", "on", "avx512", "avx2", "off"),
     "pipeline.schedule": SCHEDULES,
 }
 REFERENCES = {
@@ -127,10 +127,11 @@ class TrainConfig:
     bits depend on it: with `deterministic` the number is recorded when a run begins, and does not change."""
 
     onednn: str = "auto"
-    """`on`, `avx2` or `off`: whether the CPU computes with oneDNN's kernels, which can be twice as fast; `avx2` limits
-    them to AVX2 instructions. `auto`: `on` for the two-conv CNN, whose bits repeat; with `--no-deterministic`
-    TensorFlow's choice; otherwise `avx2` for your model in fp32 if the bits of all its operations repeat, else `off`.
-    Recorded when a run begins (docs/guides/reproducibility.md)."""
+    """`on`, `avx512`, `avx2` or `off`: whether the CPU computes with oneDNN's kernels, which can be twice as fast;
+    `avx512` and `avx2` limit them to these instructions. `auto`: `on` for the two-conv CNN, whose bits repeat; with
+    `--no-deterministic` TensorFlow's choice; otherwise, for your model in fp32, the instructions of this processor with
+    which the bits of all its operations repeat, else `off`. Recorded when a run begins
+    (docs/guides/reproducibility.md)."""
 
     bitwise_elastic: int = 0
     """Virtual shards of the global batch, so that any number of replicas up to this gives the same bits, also when it

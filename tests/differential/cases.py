@@ -17,10 +17,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from cluster.host.launch.plan import AVX512, processor_flags
 from train.config import TrainConfig
 from train.startup import preload
 
-preload.set_variables(TrainConfig(onednn="avx2"), "one")  # as `up` decides for these models
+KERNELS = "avx512" if AVX512 <= processor_flags() else "avx2"
+preload.set_variables(TrainConfig(onednn=KERNELS), "one")  # as `up` decides for these models
 
 from cluster.contract.run.folder import RunFolder  # noqa: E402
 from cluster.system import fork_server  # noqa: E402

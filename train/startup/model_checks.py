@@ -32,7 +32,7 @@ from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
 from train.pipeline.stage_models import describe_partition
 from train.pipeline.stage_variables import without_values
 from train.settings import heads
-from train.startup import primitives
+from train.startup import preload, primitives
 from train.strategy import precision_policy
 
 EXAMPLES = 2
@@ -62,7 +62,7 @@ def check_parts(
 
     Returns:
         The stages of the model, see `train.pipeline.stage_models.describe_partition`, if it is cut; as `unverified` the
-        operations whose bits may vary with oneDNN's kernels.
+        operations whose bits may vary with oneDNN's kernels, see `primitives.find_unverified`.
 
     Raises:
         UsageError: a part is wrong, or the model cannot be cut like that.
@@ -107,7 +107,7 @@ def check_parts(
         )
     graph = check_objective(config, objective, source, outputs, strategy=strategy, parts=parts)
     if config.loop == "fit" and (method := models.find_override(model)):
-        unverified = [f"the model's {method}"]
+        unverified = {instructions: [f"the model's {method}"] for instructions in preload.LARGEST_ISA}
     else:
         model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
         unverified = primitives.find_unverified([model_graph, graph])

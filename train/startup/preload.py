@@ -7,8 +7,10 @@ from train.config import TrainConfig
 from train.patches.quick_imports import quick_imports
 
 DEFAULTS = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-ONEDNN = {"on": "1", "avx2": "1", "off": "0"}
+ONEDNN = {"on": "1", "avx512": "1", "avx2": "1", "off": "0"}
 """`TF_ENABLE_ONEDNN_OPTS` for each `--onednn` but `auto`: TensorFlow's choice, or `off` with `deterministic`."""
+LARGEST_ISA = {"avx512": "AVX512_CORE", "avx2": "AVX2"}
+"""`ONEDNN_MAX_CPU_ISA` for each `--onednn` that limits the instructions of oneDNN's kernels."""
 
 
 def set_variables(config: TrainConfig, strategy: str) -> None:
@@ -17,8 +19,8 @@ def set_variables(config: TrainConfig, strategy: str) -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     onednn = "off" if config.onednn == "auto" and config.deterministic else config.onednn
-    if onednn == "avx2":
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+    if onednn in LARGEST_ISA:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", LARGEST_ISA[onednn])
     if onednn in ONEDNN:
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", ONEDNN[onednn])
     if config.needs_tf_keras(strategy):

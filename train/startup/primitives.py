@@ -2,7 +2,7 @@
 
 On CPUs oneDNN's kernels can be twice as fast as TensorFlow's own, but a few of them add in an order that varies.
 `operations.toml` lists the operations that TensorFlow replaces by oneDNN's. `primitives.toml` lists those that were
-measured, forward and gradient; `benchmarks/primitives.py` renews it.
+measured, forward and gradient, for each `--onednn` that limits the instructions; `benchmarks/primitives.py` renews it.
 """
 
 import tomllib
@@ -17,10 +17,14 @@ CONVOLUTIONS = frozenset(_OPERATIONS["convolutions"])
 OPERATIONS = CONVOLUTIONS | frozenset(_OPERATIONS["others"])
 
 
-def find_unverified(graphs: Iterable[tf.Graph]) -> list[str]:
-    """Return the primitives of a model's graphs whose bits may vary from call to call, or that were not measured."""
-    repeat = set(tomllib.loads(TABLE.read_text())["repeat"])
-    return sorted({name for graph in graphs for name in list_primitives(graph)} - repeat)
+def find_unverified(graphs: Iterable[tf.Graph]) -> dict[str, list[str]]:
+    """Return the primitives of a model's graphs whose bits may vary from call to call, or that were not measured.
+
+    They are those of each `--onednn` that limits the instructions.
+    """
+    used = {name for graph in graphs for name in list_primitives(graph)}
+    tables = tomllib.loads(TABLE.read_text())
+    return {instructions: sorted(used - set(table["repeat"])) for instructions, table in tables.items()}
 
 
 def list_primitives(graph: tf.Graph) -> set[str]:

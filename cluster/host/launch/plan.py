@@ -22,6 +22,11 @@ from cluster.system.errors import ClusterError
 from cluster.system.messages import COMMAND, counted, plain, size
 from cluster.system.terminal import print_wait
 
+BF16 = {"avx512_bf16", "amx_bf16"}
+"""Features of processors on which bf16 is faster than fp32."""
+AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+"""Features of a processor that oneDNN's kernels for AVX-512 need."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Workload):
@@ -63,7 +68,19 @@ class Plan(Workload):
         network = [self.network.warning] if self.network.warning else []
         port = self.options.count("metrics_port")
         metrics = [f"metrics {metrics_server.address(port)}"] if port else []
-        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *network, *metrics]
+        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *self._kernel_notes, *network, *metrics]
+
+    @property
+    def fast_kernels(self) -> list[str]:
+        """The values of `--onednn` that its `auto` may become for a user's model here, the fastest first."""
+        known = not self.runtime.is_remote  # nothing is known of other machines' processors
+        return ["avx512", "avx2"] if known and AVX512 <= processor_flags() else ["avx2"]
+
+    @property
+    def _kernel_notes(self) -> list[str]:
+        if self.config.get("onednn") != "avx512" or self.runtime.is_remote or "avx512" in self.fast_kernels:
+            return []
+        return ["warning: --onednn avx512, but this processor has no AVX-512: the weights get other bits than with it"]
 
     @property
     def _elastic_notes(self) -> list[str]:
@@ -162,7 +179,7 @@ class Plan(Workload):
         on_this_processor = self.config.get("onednn") == "on" and not self.gpus.ids and not self.runtime.is_remote
         return {
             "precision": precision,
-            "bf16_is_faster": precision == "fp32" and on_this_processor and computes_bf16(),
+            "bf16_is_faster": precision == "fp32" and on_this_processor and not BF16.isdisjoint(processor_flags()),
             "optimizer": settings["name"],
             "learning_rate": compatibility.scale_rate(rate, rule, batch, base_batch),
             "scaling": rule,
@@ -176,10 +193,9 @@ class Plan(Workload):
         }
 
 
-def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this processor has instructions for bf16 (AVX512_BF16 or AMX), on which it is faster than fp32."""
-    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split()
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
+def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """Return the names of this processor's features."""
+    return set(next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split())
 
 
 def plan_lines(value: dict[str, Any]) -> list[str]:

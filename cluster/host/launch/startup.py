@@ -59,12 +59,13 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
             teardown.remove_run(plan.run, sh)
         metrics_server.check_port(plan.options.count("metrics_port"))
         undecided = plan.config.get("onednn") == "auto" and plan.config["deterministic"]
-        plan.runtime.anticipate(plan, plan.compose, plan.config | ({"onednn": "avx2"} if undecided else {}))
+        likely = {"onednn": plan.fast_kernels[0]} if undecided else {}
+        plan.runtime.anticipate(plan, plan.compose, plan.config | likely)
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
         stages = {} if plan.payload.script else plan.try_configuration()
         if undecided:
-            _decide_kernels(plan, stages.get("unverified", ["operations that were not tried"]))
+            _decide_kernels(plan, stages.get("unverified", {}))
         plan.runtime.prepare(plan, sh)
         _write_folder(plan, began, stages.get("record"))
         _start_tasks(plan, sh)
@@ -72,12 +73,18 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
             mirror.start_upload(plan.run)
 
 
-def _decide_kernels(plan: Plan, unverified: Sequence[str]) -> None:
-    """Record in the configuration whether the run computes with oneDNN's kernels."""
-    plan.config["onednn"] = "off" if unverified else "avx2"
-    if unverified:
+def _decide_kernels(plan: Plan, unverified: dict[str, list[str]]) -> None:
+    """Record in the configuration whether the run computes with oneDNN's kernels, and with which instructions.
+
+    `unverified` lists the model's operations whose bits may vary, by the instructions.
+    """
+    verified = [kernels for kernels in plan.fast_kernels if unverified.get(kernels) == []]
+    plan.config["onednn"] = verified[0] if verified else "off"
+    if plan.config["onednn"] != plan.fast_kernels[0]:
         plan.runtime.anticipate(plan, plan.compose, plan.config)
-        listed = ", ".join(unverified[:3]) + (", ..." if unverified[3:] else "")
+    if not verified:
+        names = unverified.get(plan.fast_kernels[-1], ["operations that were not tried"])
+        listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
         print_lines(f"oneDNN's kernels are off, as the bits of {listed} may vary with them; --onednn on can be faster")
 
 

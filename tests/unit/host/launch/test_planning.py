@@ -93,7 +93,7 @@ def test_a_plan_states_what_the_numerics_come_to(monkeypatch, config, expected):
 )
 def test_a_plan_says_where_bf16_is_faster(monkeypatch, tmp_path, flags, config, faster):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(plan, "computes_bf16", partial(plan.computes_bf16, tmp_path / "cpuinfo"))
+    monkeypatch.setattr(plan, "processor_flags", partial(plan.processor_flags, tmp_path / "cpuinfo"))
     monkeypatch.setattr(
         configuration, "resolve_config", lambda *_: (CONFIG | {"optimizer": OPTIMIZER} | config, (), "")
     )
@@ -237,17 +237,27 @@ def test_a_name_that_another_command_has_taken_since_the_plan_is_not_taken_again
         assert f"{planned.run.name}-2" == startup.start_planned(planned, Commands(), began=123.0).run.name
 
 
+ALL_REPEAT, NEWEST_VARY = {"avx512": [], "avx2": []}, {"avx512": ["MatMul"], "avx2": []}
+ALL_VARY = {"avx512": ["MatMul"], "avx2": ["Conv2D 1x1 strided"]}
+
+
 @pytest.mark.parametrize(
-    ("config", "unverified", "decided", "imports"),
+    ("config", "flags", "unverified", "decided", "imports"),
     [
-        ({"onednn": "auto"}, [], "avx2", ["avx2"]),
-        ({"onednn": "auto"}, ["Conv2D 1x1 strided"], "off", ["avx2", "off"]),
-        ({"onednn": "on"}, ["Conv2D 1x1 strided"], "on", ["on"]),  # as requested
-        ({"onednn": "auto", "deterministic": False}, [], "auto", ["auto"]),  # TensorFlow's choice
+        ({"onednn": "auto"}, set(), ALL_REPEAT, "avx2", ["avx2"]),
+        ({"onednn": "auto"}, set(), ALL_VARY, "off", ["avx2", "off"]),
+        ({"onednn": "auto"}, {"avx512f"}, ALL_REPEAT, "avx2", ["avx2"]),  # not all that oneDNN needs
+        ({"onednn": "auto"}, plan.AVX512, ALL_REPEAT, "avx512", ["avx512"]),
+        ({"onednn": "auto"}, plan.AVX512, NEWEST_VARY, "avx2", ["avx512", "avx2"]),
+        ({"onednn": "auto"}, plan.AVX512, ALL_VARY, "off", ["avx512", "off"]),
+        ({"onednn": "auto"}, plan.AVX512, {}, "off", ["avx512", "off"]),  # not tried
+        ({"onednn": "on"}, plan.AVX512, ALL_VARY, "on", ["on"]),  # as requested
+        ({"onednn": "auto", "deterministic": False}, plan.AVX512, ALL_REPEAT, "auto", ["auto"]),  # TensorFlow's choice
     ],
 )
-def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, config, unverified, decided, imports):
-    """What imports early assumes that it does."""
+def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, config, flags, unverified, decided, imports):
+    """What imports early assumes that it does, with the newest instructions of this processor."""
+    monkeypatch.setattr(plan, "processor_flags", lambda: flags)
     anticipated: list[str] = []
     config = CONFIG | {"deterministic": True} | config
     monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(config), (), "ready"))
@@ -259,6 +269,16 @@ def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, confi
     planned = planning.plan(Request(name="one", runtime="local", tensorboard_port="0"))
     startup.start(planned, no_shell, began=123.0)
     assert (decided, imports) == (read_json(planned.run.config)["onednn"], anticipated)
+
+
+@pytest.mark.parametrize(
+    ("onednn", "flags", "warned"), [("avx512", set(), True), ("avx512", plan.AVX512, False), ("avx2", set(), False)]
+)
+def test_other_bits_on_a_processor_without_the_recorded_instructions_are_announced(monkeypatch, onednn, flags, warned):
+    monkeypatch.setattr(plan, "processor_flags", lambda: flags)
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (CONFIG | {"onednn": onednn}, (), ""))
+    planned = planning.plan(Request(runtime="local"))
+    assert warned == any("avx512" in note for note in planned.notes)
 
 
 @pytest.mark.usefixtures("resolved")
