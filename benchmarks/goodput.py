@@ -41,7 +41,7 @@ def measure(bench: Bench) -> list[Figure]:
     others = [peer for peer in peers.PEERS if bench.peers and peer.python]
     figures = []
     for every_s in EVERY_S:
-        shares: dict[str, list[float]] = {how: [] for how in WORDS} | {peer.title: [] for peer in others}
+        shares: dict[str, list[float]] = {how: [] for how in (*WORDS, *(peer.title for peer in others))}
         for turn in bench.turns():
             name = f"goodput-{every_s:g}-{turn}"
             for how, words in WORDS.items():
