@@ -1,4 +1,4 @@
-"""The run folder: where each file of a run is, and its records, from heartbeats and events to the outcome.
+"""The run folder's records: heartbeats, events, generations, the outcome and stop requests.
 
 The tasks of a run share only this folder and the network. Each file has one writer at a time and is either replaced as
 a whole, so that readers never see half of it, or appended to line by line. A record that several tasks may claim at
@@ -12,13 +12,13 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.launch_records import Started, TensorBoardRecord
+from cluster.contract.run.layout import Paths
 from cluster.contract.run.records import (
     AfterStop,
     Event,
@@ -49,116 +49,6 @@ shorter in total."""
 
 _TASK = re.compile(r"chief|evaluator|(worker|ps)-(0|[1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
-
-
-class _Within:
-    """A path within the run folder, as an attribute of `Paths`."""
-
-    def __init__(self, *parts: str) -> None:
-        self._parts = parts
-
-    def __get__(self, paths: "Paths", owner: type["Paths"]) -> Path:
-        return paths.path.joinpath(*self._parts)
-
-
-class _Each:
-    """The paths of each task's, or each generation's, file or folder within the run folder, by its name."""
-
-    def __init__(self, folder: str, name: str = "{}") -> None:
-        self._folder, self._name = folder, name
-
-    def __get__(self, paths: "Paths", owner: type["Paths"]) -> Callable[[object], Path]:
-        return lambda which: paths.path / self._folder / self._name.format(which)
-
-
-@dataclass(frozen=True)
-class Paths:
-    """The paths of one run."""
-
-    path: Path
-
-    unfinished = _Within(".unfinished")
-    """There while the folder is being laid out or deleted."""
-    config = _Within("config.json")
-    """The resolved training configuration."""
-    cluster = _Within("cluster.json")
-    """The description of the cluster."""
-    stages = _Within("stages.json")
-    """Where a pipeline's model is cut, and the measured times of its blocks."""
-    compose = _Within("compose.json")
-    """How the tasks were started: the Compose overlay, or the list of local processes."""
-    manifest = _Within("manifest.json")
-    """Everything that determines the run's result: options, code, data, packages."""
-    environment = _Within("environment.json")
-    """The hardware and software that the chief ran on."""
-    summary = _Within("summary.json")
-    """How the run ended; missing until then."""
-    card = _Within("README.md")
-    """The configuration and result for people to read; missing until the end."""
-    events_log = _Within("events.jsonl")
-    """The run's life cycle, a JSON object per line."""
-    checkpoints = _Within("checkpoints")
-    """The shared checkpoint folder."""
-    init = _Within("init")
-    """The weights that training begins with, if they are not random."""
-    export = _Within("export")
-    """The SavedModel written at the end."""
-    control = _Within("control")
-    """The messages between agents: generations, the stop request, the outcome."""
-    stop = _Within("control", "stop.json")
-    """The request to save and stop."""
-    gang = _Within("control", "gang.json")
-    """Where the hub of the agents' connections listens."""
-    token = _Within("control", "token.json")
-    """The secret by which the agents of this run recognize each other."""
-    withdrawn_stop = _Within("control", "withdrawn.json")
-    """The generation in which a stop request was withdrawn."""
-    board = _Within("control", "tensorboard.json")
-    """The port of the TensorBoard that was started for it."""
-    trace_request = _Within("control", "trace.json")
-    """The request for a trace of a task's next steps. The task removes it once it has answered."""
-    trace_answer = _Within("control", "traced.json")
-    """The answer to the newest request for a trace."""
-
-    status = _Each("status", "{}.json")
-    """A task's heartbeat."""
-    metrics = _Each("metrics", "{}.jsonl")
-    """A task's logged steps, a JSON object per line."""
-    log = _Each("logs", "{}.log")
-    """The output of a task's program."""
-    work = _Each("work")
-    """The working folder of a task's script."""
-    tensorboard = _Each("tensorboard")
-    """A task's TensorBoard event files."""
-    programs = _Each("control/programs", "{}.json")
-    """The identities of the newest attempt's processes, as the task itself sees them."""
-    away = _Each("control/away")
-    """There while a fault keeps the task away, so that its supervisor does not bring it back."""
-    flip_request = _Each("control", "flip-{}")
-    """There while a fault requests that the task flips a bit of its weights."""
-    ledger = _Each("control/ledgers", "{}.json")
-    """The chief's time in a generation, by activity."""
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def scratch(self) -> Path:
-        """The folder that a script's containers use as /tmp.
-
-        It is outside the run's folder: the engine follows links on the way to what it mounts, and a task could put one
-        there.
-        """
-        return self.path.parent / ".scratch" / self.name
-
-    def outside(self, kind: str) -> Path:
-        """Return the path of a record about the run outside of its folder, where no container can write."""
-        return self.path.parent / ".running" / f"{self.name}.{kind}"
-
-    def traces(self, task: str) -> list[Path]:
-        """Return the folders of the task's profiler traces, oldest first."""
-        return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
 
 
 class _Withdrawn(Record):

@@ -226,7 +226,9 @@ def init(**_):
 def test_ray_sends_no_usage_report(tmp_path):
     (tmp_path / "ray" / "train").mkdir(parents=True)
     (tmp_path / "ray" / "__init__.py").write_text(RAY)
-    (tmp_path / "ray" / "train" / "__init__.py").write_text("Checkpoint = FailureConfig = RunConfig = ScalingConfig = None\n")
+    (tmp_path / "ray" / "train" / "__init__.py").write_text(
+        "Checkpoint = FailureConfig = None\nRunConfig = ScalingConfig = None\n"
+    )
     (tmp_path / "ray" / "train" / "tensorflow.py").write_text("TensorflowTrainer = None\n")
     words = ["--arrays=/nowhere", "--steps=1", "--tasks=1"]
     requested = {"PYTHONPATH": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "1"}
