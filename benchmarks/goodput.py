@@ -104,8 +104,10 @@ def _ours(bench: Bench, name: str, words: tuple[str, ...]) -> Iterator[_Training
         return [each.program.pid for each in found if each]
 
     # The heartbeats of programs that start again begin with step 0.
-    yield _Training(lambda: max((row["step"] for row in run.rows("chief")), default=0), programs)
-    teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
+    try:
+        yield _Training(lambda: max((row["step"] for row in run.rows("chief")), default=0), programs)
+    finally:
+        teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
 
 
 @contextmanager
@@ -115,18 +117,20 @@ def _other(bench: Bench, peer: Peer, folder: Path) -> Iterator[_Training]:
     environment = {"PET_MAX_RESTARTS": "100000", "PET_MONITOR_INTERVAL": "0.1"}  # torchrun's options
     fastest = [setting for setting in peer.settings(2) if "--threads=1" in setting.words][-1]
     with rows.open("ab") as output:
-        command, variables = peer.start(bench, 2, ENDLESS, fastest, f"--state={folder}")
+        command, variables = peer.training_command(bench, 2, ENDLESS, fastest, f"--state={folder}")
         process = subprocess.Popen(command, env=os.environ | variables | environment, stdout=output, stderr=output)
 
     def newest_step() -> int:
         lines = [line for line in rows.read_text().splitlines() if line.startswith('{"step"')]
         return max((json.loads(line)["step"] for line in lines), default=0)
 
-    yield _Training(newest_step, lambda: _workers(process.pid))
-    table = ProcessTable()
-    for pid in (process.pid, *table.descendants(process.pid)):
-        table.kill(pid)
-    process.wait()
+    try:
+        yield _Training(newest_step, lambda: _workers(process.pid))
+    finally:
+        table = ProcessTable()
+        for pid in (process.pid, *table.descendants(process.pid)):
+            table.kill(pid)
+        process.wait()
 
 
 def _workers(pid: int) -> list[int]:

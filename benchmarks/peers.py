@@ -60,7 +60,7 @@ class Peer:
         version = bench.call([self.python, "-c", asked]).strip()
         return Contender(f"{self.title} {version}", self.settings, self._run, self.alone)
 
-    def start(
+    def training_command(
         self, bench: Bench, tasks: int, steps: int, setting: Setting, *more: str
     ) -> tuple[list[str], dict[str, str]]:
         """Return the command of a training, and the variables of its environment."""
@@ -70,7 +70,7 @@ class Peer:
         return [self.python, *self.command(tasks), *options, *more], environment | dict(setting.environment)
 
     def _run(self, bench: Bench, tasks: int, steps: int, setting: Setting) -> list[dict[str, Any]]:
-        command, environment = self.start(bench, tasks, steps, setting)
+        command, environment = self.training_command(bench, tasks, steps, setting)
         return bench.rows(command, **environment)
 
 

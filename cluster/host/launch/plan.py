@@ -3,6 +3,7 @@
 TensorFlow counts the model's parts in a separate process, see `train/startup/preflight.py`.
 """
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,9 +194,11 @@ class Plan(Workload):
         }
 
 
-def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """Return the names of this processor's features."""
-    return set(next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split())
+@functools.cache
+def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return the names of this processor's features, those of its first core."""
+    with cpuinfo.open() as lines:  # with many cores all of it takes long to read
+        return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def plan_lines(value: dict[str, Any]) -> list[str]:
