@@ -158,7 +158,7 @@ def _prepare(folder: Path, count: int, hosts: Sequence[Host]) -> RunFolder:
     write_json(run.config, {"global_batch": count})
     command = ["--", sys.executable, "-m", "benchmarks.stub"]
     more = {"STANDBY": "0", "RENDEZVOUS_TIMEOUT_S": f"{LIMIT_S:g}", "PYTHONPATH": str(ROOT)}
-    composed = processes_of(cluster, run.path, folder / "data", command, more)
+    composed = processes_of(cluster, run.path, folder / "data", command, more) | {"preload": "benchmarks.stub"}
     for how, host in zip(composed["tasks"].values(), hosts, strict=False):
         how["command"] = ["ip", "netns", "exec", host.space, *how["command"]]
     write_json(run.compose, composed)

@@ -1,6 +1,7 @@
 """A training program without training: it passes the gate, writes heartbeats and ends when it is asked to.
 
-Its tasks cost next to nothing, so that what is measured of a large cluster is its agents.
+Its tasks cost next to nothing, so that what is measured of a large cluster is its agents. Like the trainer it is
+imported once, by the supervisor (`load`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
@@ -19,6 +21,10 @@ from cluster.system.errors import EXIT_PEER_LOST
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 """The first frame of an HTTP/2 server (RFC 9113, 3.4), by which agents recognize TensorFlow's."""
+
+
+def load(_config: dict[str, Any], _strategy: str) -> None:
+    """Import what the tasks need, which this module has done."""
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ closed its listener as soon as it had reached the others would look missing to a
 
 While the hub (`hub.py`) is connected, a task dials only the chief and the next task, reports to the hub that it has
 reached these, and waits until every other task has done so: O(N) connections. The tasks that have not after a while
-are dialed by all, so that each is named with the reason, and tasks without a hub join: a few soon, many only after half
-of the time, since that takes N^2 connections.
+are dialed by all, so that each is named with the reason, and tasks without a hub join: a few soon, many after up to
+half of the time, since that takes N^2 connections.
 """
 
 import contextlib
@@ -33,11 +33,13 @@ from cluster.system.ports import open_listener
 from cluster.system.processes import describe_exit
 
 GATHER_S = 3.0
-"""How long after the start the tasks that are still absent are dialed, if they are few."""
+"""How long after the start the tasks that are still absent are dialed at the earliest."""
 SMALL = 8
 """Up to this many other tasks are dialed at once, with or without a connection to the hub."""
 HUB_S = 10.0
-"""Seconds without a message of the hub before all of a larger gang are dialed."""
+"""Seconds without a message of the hub before all of a larger gang are dialed at the earliest."""
+DIALS = 128
+"""How many connections all tasks may make at once without a delay."""
 DIALERS = 8
 """How many tasks one dials at a time."""
 AT_ONCE = 16
@@ -112,17 +114,21 @@ class Attendance:
         if self.last_try_ends:
             return self.others
         if self.view is None or not self.view.hub_is_current:
-            soon = len(self.others) > SMALL and waited_s - self.received_s < min(timeout_s / 4, HUB_S)
-            return first if soon else self.others
+            waits = waited_s - self.received_s < self._delay_s(HUB_S, self.others, timeout_s)
+            return first if len(self.others) > SMALL and waits else self.others
         self.received_s = waited_s
         silent = first & self.missing.keys()
         if not silent:
             self.view.join_rendezvous(self.generation)
         if (absent := self.view.absent(self.generation)) is not None:
             self.mark_present(self.others - absent - silent)
-        if waited_s < (timeout_s / 2 if absent is None else min(timeout_s / 4, GATHER_S)):
+        if waited_s < (timeout_s / 2 if absent is None else self._delay_s(GATHER_S, absent, timeout_s)):
             return first
         return self.others if absent is None else first | absent
+
+    def _delay_s(self, least_s: float, dialed: Collection[str], timeout_s: float) -> float:
+        """Return how long to wait before all dial these tasks: that many connections slow down a start that is slow."""
+        return min(timeout_s / 2, least_s * max(1.0, len(self.others) * len(dialed) / DIALS))
 
     def gives_up(self, now: float) -> bool:
         """Return whether the rendezvous has failed, once its time is over.

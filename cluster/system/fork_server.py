@@ -39,14 +39,15 @@ def has_preloaded() -> bool:
     return _preloaded
 
 
-def start(command: list[str], **how: Any) -> subprocess.Popen[bytes] | ForkedProcess:
+def start(command: list[str], *, fork: bool = False, **how: Any) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start a process, forked from this one if it runs Python code and `preload` was called.
 
     Args:
         command: such as `[sys.executable, "-m", "train", "--run-dir", "runs/a"]`.
+        fork: fork this process without `preload` as well, because it has imported what the command needs.
         how: options of `subprocess.Popen`; a forked process takes those of `ForkedProcess`.
     """
-    if _preloaded and command[0] == sys.executable and command[1] in _RUN:
+    if (fork or _preloaded) and command[0] == sys.executable and command[1] in _RUN:
         return ForkedProcess(command, **how)
     return subprocess.Popen(command, **how)
 

@@ -13,6 +13,7 @@ all of them are in there.
 """
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -94,6 +95,8 @@ def _kill_the_rest() -> None:
         time.sleep(0.02)
 
 
+AGENT = "cluster.agent.agent"
+"""Imported once, by name because images have no supervisor: every agent is a fork of the supervisor."""
 POLL_S = 0.05
 AGENT_STOPPED_S = 15.0
 """An agent that a signal has kept stopped for longer is replaced. The other agents notice it a little earlier."""
@@ -168,6 +171,7 @@ class Supervisor:
     def main(self) -> None:
         """Return when every agent has ended for good."""
         signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
+        importlib.import_module(AGENT)
         if self.preload and not fork_server.has_preloaded():
             self._preload()
         self._due = dict.fromkeys(self.tasks, time.monotonic())
@@ -206,6 +210,7 @@ class Supervisor:
             self._stop_timers[name] = processes.StopTimer()
             self.agents[name] = fork_server.start(
                 task["command"],
+                fork=True,
                 env=os.environ | task["environment"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # the agent itself writes the program's output to the log

@@ -11,6 +11,7 @@ would: with other variables or limits, or after a change to what was imported (`
 import contextlib
 import ctypes
 import hashlib
+import importlib
 import json
 import mmap
 import os
@@ -258,6 +259,7 @@ def _preload(order: Mapping[str, Any]) -> dict[str, str]:
 
     Which they are depends on the configuration, and whether these imports are the first.
     """
+    importlib.import_module(supervisor.AGENT)
     with contextlib.suppress(Exception):  # the next attempt is logged
         fork_server.preload(order["preload"], order["config"], order["strategy"])
     return {name: value for name, value in os.environ.items() if name not in OF_RUN}

@@ -283,6 +283,9 @@ def test_where_a_hub_is_heard_each_greets_two(monkeypatch):
     assert len(dialed) <= 2 * 8
 
 
+MANY = frozenset(f"worker-{number}" for number in range(39))
+
+
 @pytest.mark.parametrize(
     ("number", "heard", "absent", "waited_s", "greets_all"),
     [
@@ -291,6 +294,10 @@ def test_where_a_hub_is_heard_each_greets_two(monkeypatch):
         (rendezvous.SMALL + 2, False, None, rendezvous.HUB_S, True),
         (40, True, None, 29.0, False),  # many have not started yet: to greet all of them would only delay them
         (40, True, None, 30.0, True),
+        (40, False, None, 29.0, False),
+        (40, False, None, 30.0, True),
+        (40, True, MANY, 29.0, False),
+        (40, True, MANY, 30.0, True),
     ],
 )
 def test_a_large_gang_greets_all_only_after_a_while(number, heard, absent, waited_s, greets_all):

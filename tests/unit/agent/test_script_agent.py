@@ -148,6 +148,7 @@ def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(start_sc
     pathlib.Path("out.json").write_text(json.dumps({
         "arguments": sys.argv[1:], "origins": [cluster.ORIGIN, train.ORIGIN], "path": sys.path[0],
         "table": open("data/table.csv").read(), "cwd": os.getcwd(), "environment": dict(os.environ),
+        "agent": pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_text(),
     }))
     """
     gang = start_scripts(lines, ("--batch", "two words", "$HOME"), workers=1)
@@ -162,6 +163,7 @@ def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(start_sc
         assert (task, "1") == tuple(environment[k] for k in ("TASK", "PYTHONUNBUFFERED"))
         assert role == json.loads(environment["TF_CONFIG"])["task"]["type"]
         assert "GATE_FD" not in environment
+        assert "supervisor" in found["agent"]  # a fork of it, which imports nothing
     assert not (folder / "out.json").exists()
 
 
