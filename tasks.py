@@ -24,7 +24,7 @@ from cluster.host.cli.command_line import (
 from cluster.host.cli.tasks import checks, preparing, projects, reports, runs, saved_models, tour
 from cluster.host.control import foreground
 from cluster.host.launch import mirroring, planning, startup
-from cluster.host.launch.plan import estimate_memory, memory_lines, plan_lines
+from cluster.host.launch.plan import describe_plan, memory_lines, plan_lines
 from cluster.host.options import run_file
 from cluster.host.view import interrupts
 from cluster.system.errors import UsageError
@@ -52,8 +52,7 @@ def up(c, request, dry=False):
 def plan(c, request, write="", json=False):
     """Show what `up` would start with the same options, and start nothing."""
     planned = planning.plan(request)
-    value = planned.to_json() | {"memory": estimate_memory(planned)}
-    show(value, lambda value: plan_lines(value) + memory_lines(value["memory"]), as_json=json)
+    show(describe_plan(planned), lambda value: plan_lines(value) + memory_lines(value["memory"]), as_json=json)
     if write:
         path = run_file.write_run_file(write, request, planned.config)
         print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)

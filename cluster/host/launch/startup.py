@@ -58,13 +58,12 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to, or have its port
             teardown.remove_run(plan.run, sh)
         metrics_server.check_port(plan.options.count("metrics_port"))
-        undecided = plan.config.get("onednn") == "auto" and plan.config["deterministic"]
-        likely = {"onednn": plan.fast_kernels[0]} if undecided else {}
+        likely = {"onednn": plan.fast_kernels[0]} if plan.chooses_kernels else {}
         plan.runtime.anticipate(plan, plan.compose, plan.config | likely)
         for command in [] if plan.data else _data_commands(plan):
             sh(command)
         stages = {} if plan.payload.script else plan.try_configuration()
-        if undecided:
+        if plan.chooses_kernels:
             _decide_kernels(plan, stages.get("unverified", {}))
         plan.runtime.prepare(plan, sh)
         _write_folder(plan, began, stages.get("record"))
@@ -74,18 +73,11 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
 
 
 def _decide_kernels(plan: Plan, unverified: dict[str, list[str]]) -> None:
-    """Record in the configuration whether the run computes with oneDNN's kernels, and with which instructions.
-
-    `unverified` lists the model's operations whose bits may vary, by the instructions.
-    """
-    verified = [kernels for kernels in plan.fast_kernels if unverified.get(kernels) == []]
-    plan.config["onednn"] = verified[0] if verified else "off"
+    """Record in the configuration whether the run computes with oneDNN's kernels, and with which instructions."""
+    plan.config["onednn"], notes = plan.choose_kernels(unverified)
     if plan.config["onednn"] != plan.fast_kernels[0]:
         plan.runtime.anticipate(plan, plan.compose, plan.config)
-    if not verified:
-        names = unverified.get(plan.fast_kernels[-1], ["operations that were not tried"])
-        listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
-        print_lines(f"oneDNN's kernels are off, as the bits of {listed} may vary with them; --onednn on can be faster")
+    print_lines(*notes)
 
 
 def continue_run(plan: Plan, sh: Shell) -> None:

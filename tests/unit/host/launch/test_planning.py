@@ -262,11 +262,15 @@ def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, confi
     config = CONFIG | {"deterministic": True} | config
     monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(config), (), "ready"))
     monkeypatch.setattr(configuration, "check_config", lambda *_, **__: {"unverified": unverified})
+    monkeypatch.setattr(plan, "estimate_memory", lambda _plan: {"parameters": 1})
     monkeypatch.setattr(supervisor, "start_supervisor", lambda *_: None)
     monkeypatch.setattr(
         LocalProcesses, "anticipate", lambda self, work, compose, config: anticipated.append(config["onednn"])
     )
     planned = planning.plan(Request(name="one", runtime="local", tensorboard_port="0"))
+    shown = plan.describe_plan(planned)
+    assert decided == shown["config"]["onednn"]
+    assert (decided != imports[0]) == any("may vary" in note for note in shown["notes"])  # named before the run starts
     startup.start(planned, no_shell, began=123.0)
     assert (decided, imports) == (read_json(planned.run.config)["onednn"], anticipated)
 
