@@ -6,7 +6,13 @@ import random
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,7 @@ from cluster.host.runtime import mirror
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.files import sha256
 from cluster.system.json_files import read_json, write_json
+from cluster.system.ports import free_ports
 from tests.support.waiting import wait_for
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -106,24 +113,69 @@ class Killing:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def in_fork(work: Callable[[], int]) -> int:
+    """Return the number, up to 255, that a function returns in a fork, negative for a signal.
+
+    The client of S3 starts threads, so a process that has used it cannot fork any more.
+    """
+    if (pid := os.fork()) == 0:
+        code = 255
+        try:
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def upload_until(run: RunFolder, write: int) -> bool:
     """Upload in a process that is killed at a write; return whether it was done before."""
-    if (pid := os.fork()) == 0:
-        prepare, Killing.left, code = mirroring.Store.__init__, write, 1
+
+    def work() -> int:
+        prepare, Killing.left = mirroring.Store.__init__, write
 
         def wrap(store: Any, *given: str) -> None:
             prepare(store, *given)
             store._files = Killing(store._files)
 
         mirroring.Store.__init__ = wrap
-        try:
-            upload(run, ended=True)
-            code = 0
-        finally:
-            os._exit(code)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        upload(run, ended=True)
+        return 0
+
+    status = in_fork(work)
     assert status in (0, -signal.SIGKILL)
     return status == 0
+
+
+@pytest.fixture
+def object_store(tmp_path, monkeypatch) -> Iterator[str]:
+    """The URL of an empty folder on a server for S3: moto's, unless MIRROR_URL names another."""
+    if url := os.environ.get("MIRROR_URL"):
+        folder, mark, query = url.partition("?")
+        yield f"{folder}/{secrets.token_hex(8)}{mark}{query}"
+        return
+    for name, value in zip(KEYS, ("key", "secret", "token"), strict=True):
+        monkeypatch.setenv(name, value)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    host, port = address.split(":")
+    with (tmp_path / "moto.log").open("wb") as log:
+        command = [sys.executable, "-m", "moto.server", "-H", host, "-p", port]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            wait_for(lambda: _made_bucket(address), "the bucket", 60)
+            yield f"s3://bucket/runs?endpoint_override={address}&scheme=http"
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _made_bucket(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"http://{address}/bucket", method="PUT")):
+            return True
+    except urllib.error.URLError:
+        return False
 
 
 @pytest.mark.slow
@@ -272,20 +324,46 @@ def test_down_ends_the_upload(mirrored):
     assert "not complete" in mirror.describe_mirror(mirrored)
 
 
-def test_a_mirror_in_an_object_store(mirrored, elsewhere):
-    if not (url := os.environ.get("MIRROR_URL")):
-        pytest.skip("MIRROR_URL does not name a folder in an object store")
-    folder, mark, query = url.partition("?")
-    url = f"{folder}/{secrets.token_hex(8)}{mark}{query}"
-    mirroring.check_mirror(url, "run", ID)
-    for step in (10, 20, 30):
-        save(mirrored, step)
-        Uploader(url, mirrored, ID).upload(ended=False)
-    store = mirroring.Store(url, "run")
-    bundles = store.list_bundles(mirroring.CHECKPOINTS)
-    assert [30, 20] == [mirroring.number_of(bundle) for bundle in bundles]
-    store._write(f"{bundles[0]}/ckpt-30.index", b"damaged")
-    assert 20 == fetch(elsewhere, url)
+def test_a_mirror_in_an_object_store(mirrored, elsewhere, object_store):
+    def work() -> int:
+        mirroring.check_mirror(object_store, "run", ID)
+        for step in (10, 20, 30):
+            save(mirrored, step)
+            Uploader(object_store, mirrored, ID).upload(ended=False)
+        store = mirroring.Store(object_store, "run")
+        bundles = store.list_bundles(mirroring.CHECKPOINTS)
+        assert [30, 20] == [mirroring.number_of(bundle) for bundle in bundles]
+        store._write(f"{bundles[0]}/ckpt-30.index", b"damaged")
+        return fetch(elsewhere, object_store) or 0
+
+    assert 20 == in_fork(work)
+
+
+@pytest.mark.extended
+def test_a_kill_during_each_of_100_uploads_to_an_object_store_loses_no_complete_checkpoint(
+    mirrored, elsewhere, object_store
+):
+    drawn = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+    write_json(mirrored.control / "started.json", {"runtime": "local", "mirror": object_store, "mirror_id": ID})
+    provenance.write_note(mirrored)
+    contents = {1: drawn.randbytes(100)}
+    save(mirrored, 1, contents[1])
+    assert upload_until(mirrored, sys.maxsize)
+    kills, newest = 0, 1
+    for step in range(2, 250):
+        contents[step] = drawn.randbytes(drawn.randrange(2, 5000))
+        save(mirrored, step, contents[step])
+        done = upload_until(mirrored, drawn.randrange(1, 20))
+        fetched = in_fork(lambda: fetch(elsewhere, object_store) or 0)
+        assert fetched in ([step] if done else [newest, step])
+        for end in (".index", ".data-0"):
+            assert contents[fetched] == (elsewhere.checkpoints / f"ckpt-{fetched}{end}").read_bytes()
+        shutil.rmtree(elsewhere.path)
+        newest, kills = fetched, kills + (not done)
+        if kills == 100:
+            break
+    assert 100 == kills
 
 
 def test_a_mirror_that_cannot_be_used_is_refused(mirrored, url, tmp_path):
