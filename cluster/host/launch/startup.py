@@ -114,7 +114,7 @@ def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print what a plan is."""
+    """Print the runtime, the notes and the data of a plan."""
     tasks = counted(len(plan.cluster.tasks), "task")
     data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints
     first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"

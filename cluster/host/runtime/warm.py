@@ -135,10 +135,11 @@ def end() -> bool:
 def refusal() -> str:
     """Return why no process can stay here, in words; empty if one can."""
     try:
-        with _folder(create=True):
+        with _folder():
             return ""
     except OSError as error:
-        return str(error)
+        can_be_made = isinstance(error, FileNotFoundError) and os.access(Path(error.filename).parent, os.W_OK)
+        return "" if can_be_made else str(error)
 
 
 @contextlib.contextmanager

@@ -293,6 +293,7 @@ def test_what_imported_stays_as_long_as_requested_or_configured(monkeypatch, tmp
     assert (0, 0) == (kept(), kept(keep_warm="15m"))  # no private folder for its socket
     (tmp_path / "runtime").mkdir()
     assert (0, 900) == (kept(), kept(keep_warm="15m"))
+    assert not [*(tmp_path / "runtime").iterdir()]  # a plan leaves nothing
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     file = tmp_path / "tf-cluster" / "config.toml"
     file.parent.mkdir()
