@@ -228,7 +228,7 @@ def test_what_stays_ends(early, serving, module, end):
         (socket,) = (module.parents[1] / "runtime" / "tf-cluster").iterdir()
         socket.unlink()
     wait_for(lambda: not processes.alive(recorded), "its end")
-    assert not stays()
+    wait_for(lambda: not stays(), "the end of the fork's listener")  # its first action, which a busy machine delays
 
 
 @pytest.mark.usefixtures("serving")
