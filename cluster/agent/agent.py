@@ -169,7 +169,7 @@ class Agent:
             attempt.heartbeat.stop()
             return
         variables = {"GENERATION": str(generation), "RESTARTS": str(restarts), **self.members.variables(self.spec)}
-        self.run.folder.programs(self.task.name).unlink(missing_ok=True)  # of the previous attempt
+        self.run.folder.programs(self.task.name).unlink(missing_ok=True)  # left by the previous attempt
         standby_cluster.withdraw_report(self.run.folder, self.task.name)
         formed = standby_cluster.starts_with_standby(self.run.folder, self.task, generation)
         program = self.standby.take(in_cluster=formed)
@@ -264,7 +264,7 @@ class Agent:
             return True
         heartbeat.hand_over()
         if formed:
-            variables = {name: value for name, value in variables.items() if name != "TF_CONFIG"}  # it has another one
+            variables = {name: value for name, value in variables.items() if name != "TF_CONFIG"}  # it has its own
         elif self.task in self.spec.members:
             attempt.watch()
 

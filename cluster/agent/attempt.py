@@ -62,9 +62,9 @@ class Attempt:
         self.began_at = 0.0
         """When the program was let through its gate."""
         self.finding: Stall | None = None
-        """A finding before that."""
+        """A stall found before that."""
         self.grace_ends = 0.0
-        """When the program has had as long as a script has to end, once asked to."""
+        """When the grace period after a stop request ends; 0 before one."""
         self.end: End | None = None
         self._rendezvous_timeout_s = rendezvous_timeout_s
         self._standby = standby

@@ -28,7 +28,7 @@ from cluster.system.errors import EXIT_FAILED, EXIT_TIMEOUT
 PEER_LOST_PATIENCE_S = 3.0
 """How long a task that lost contact waits for the task that really died to report it."""
 CULPRIT_PATIENCE_S = 1.0
-"""How long a task that failed by itself waits for one that failed before it and whose agent is slower."""
+"""How long a task that failed by itself waits for a slower agent to report an earlier failure."""
 SILENT_HINT_S = 2.0
 """Age of a heartbeat after which its task may have died with its agent and not been brought back yet.
 
@@ -298,7 +298,7 @@ def _after_death(facts: Facts) -> Action:
 
 
 def _after_failure(facts: Facts) -> Action:
-    """Return the response to a failure of this task, for which another task that failed before may be the reason.
+    """Return the response to a failure of this task, which another task's earlier failure may have caused.
 
     A task that was killed with its agent reports that once it is back; one that stays silent is the one that failed. A
     script's own error would end the run, so it counts only once all others are seen to be alive.

@@ -14,7 +14,7 @@ SCALINGS = ("none", "linear", "sqrt")
 
 
 def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") -> None:
-    """Check that every replica, or shard, gets as many examples; the error names the nearest batches that fit."""
+    """Check that all replicas, or shards, get equally many examples; the error names the nearest batches that fit."""
     if global_batch % divisor == 0 and global_batch > 0:
         return
     below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
@@ -25,7 +25,7 @@ def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") 
 
 
 def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, what: str = "replicas") -> None:
-    """Check that the global batch can be cut into equal micro-batches, as many for each replica or virtual shard."""
+    """Check that each replica, or virtual shard, can cut its batch into micro-batches of equal size."""
     check_global_batch(global_batch, replicas, what)
     batch = global_batch // replicas
     if batch % micro_batches:

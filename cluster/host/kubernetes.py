@@ -262,7 +262,7 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
     gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
     cluster = _cluster(request, gpus)
     config, _, _ = configuration.resolve_config(request, cores=cpus)
-    planning.check_sharing(config, cluster)
+    planning.check_batch_and_precision(config, cluster)
     elastic_run = elastic_record(request, request, cluster)
     check_elastic_batch(elastic_run, cluster, config)
     given = {name: os.environ[name] if value is None else value for name, value in parse_variables(request.env).items()}

@@ -56,7 +56,7 @@ LENGTH = "-- --max-steps=120"
 
 @pytest.fixture(scope="module")
 def undisturbed(clusters) -> Callable[[str], str]:
-    """Returns the weights of a training of this length that nothing disturbs; how often it saves changes none."""
+    """Returns the weights of an undisturbed training of this length; how often it saves changes none."""
 
     @functools.cache
     def train(options: str) -> str:
@@ -106,7 +106,7 @@ def test_weights_that_a_callback_of_the_chief_changes_at_the_end_must_not_count_
     assert [] == summary(run)["restarts"]
 
 
-# The custom loop's error is in test_loop.py, and that it is not retried in test_agent.py.
+# test_loop.py tests the custom loop's error; test_agent.py, that it is not retried.
 @pytest.mark.extended
 @pytest.mark.parametrize("loop", ["fit", pytest.param("custom", marks=pytest.mark.long)])
 def test_a_loss_that_diverges_must_end_the_run_at_once_and_name_the_step(own, loop):

@@ -38,7 +38,7 @@ from train.named import Named
 
 
 class IndexedSource(Source):
-    """Examples any of which can be read by its number."""
+    """Examples that can be read by number."""
 
     @abc.abstractmethod
     def examples(self, split: str) -> Examples: ...

@@ -149,7 +149,7 @@ class Evaluate(Periodic):
             self._report.evaluate(step, self._measure)
 
     def catch_up(self, first: int) -> None:
-        """Evaluate at the begin of a resumed training if a stop has prevented an evaluation."""
+        """On resuming, run the evaluation that a stop has prevented."""
         if 0 < first < self._total and self.next(first - 1) == first != self._report.evaluated_at:
             self.evaluate(first)
 
@@ -189,7 +189,7 @@ class KeepSnapshot(Action):
 
     SHARE = 0.02
     AHEAD_S = 10.0
-    """Time that counts as passed at the begin, so that the first calls, which are short, can be kept as well."""
+    """Head start in seconds, so that the first calls, which are short, can be kept as well."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class CallProgress:
 class Action:
     """Work before and after calls; by default none.
 
-    All tasks have the same actions in the same order: the first is the last before a call, and the first after it.
+    All tasks have the same actions in the same order: the first runs last before a call and first after it.
     """
 
     def next(self, _step: int) -> int:
@@ -92,13 +92,13 @@ class Loop:
         self.step = self._first = first
         """Steps done."""
         self._actions, self._steps_per_loop, self._single = actions, steps_per_loop, single
-        self._most = 1  # the first call compiles: keep it short
+        self._max_steps = 1  # the first call compiles: keep it short
 
     def begin_call(self) -> int:
         """Prepare the next call; return the number of its steps."""
         for action in reversed(self._actions):  # the first action encloses the call most closely
             action.before(self.step)
-        most = 1 if self.step in self._single else self._most
+        most = 1 if self.step in self._single else self._max_steps
         end = min([self.step + most, *(action.next(self.step) for action in self._actions)])
         if self.step < self._single.start < end:
             end = self._single.start
@@ -108,7 +108,7 @@ class Loop:
         """Let the actions follow a call that took `seconds`; return the reason if training stops."""
         progress = CallProgress(self.step, result, seconds, compiled=self.step == self._first)
         self.step = progress.step
-        self._most = following_steps(self._most, self._steps_per_loop, brief=result.signals.brief)
+        self._max_steps = following_steps(self._max_steps, self._steps_per_loop, brief=result.signals.brief)
         for action in self._actions:
             if (stop := action.after(progress)) is not None:
                 return stop

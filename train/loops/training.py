@@ -1,4 +1,4 @@
-"""A training of either loop: its parts before and after the newest checkpoint is restored, its actions and its end."""
+"""Training with either loop: setup, restore, actions and end."""
 
 import os
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Setup:
         )
         alone = context.asynchronous or len(context.spec.members) < 2
         self.gather: Callable[[int], list[int]] = (lambda number: [number]) if alone else steps.gathering(context.gang)
-        """Returns the numbers of all tasks for that of this task; all tasks call it."""
+        """Collective operation: returns every task's number, given this task's."""
         self.snapshots: MemorySnapshots | None = None
         files = snapshot_files.descriptors(os.environ)
         if files and config.memory_snapshots and not context.asynchronous and not context.spec.kind.hardware:

@@ -1,4 +1,4 @@
-"""Snapshots of a task's state in memory that its program does not take with it, so that a failure repeats no step.
+"""In-memory snapshots of a task's state that outlive its program, so that a failure repeats no step.
 
 After calls of the inner loop each task copies what a checkpoint would have into one of two files in memory, which its
 agent holds (`cluster/contract/recovery/snapshot_files.py`), in turn: a kill while one is written leaves the other.
@@ -46,7 +46,7 @@ class MemorySnapshots:
         `broadcast` is None where the tasks have different states, so that each needs its own.
         """
         self._files, self._gather, self._broadcast = files, gather, broadcast
-        # Now: a compiled model also reaches its optimizer, so that the variables have other places.
+        # Build it now: once compiled, the model reaches its optimizer, which moves the variables in the tree.
         self._tree = Mirror(checkpoint, lambda variable: variable if has_value(variable) else None)
         self._layout = _hash_layout(self._tree)
         self._warned = False
@@ -117,7 +117,7 @@ class MemorySnapshots:
         length = self._gather(own.size)[replica]
         received = np.zeros(-(-length // (8 * CHUNK)) * CHUNK, np.int64)
         octets = received.view(np.uint8)
-        octets[: own.size] = own[: octets.size]  # of another length, such as of other callbacks: it does not count
+        octets[: own.size] = own[: octets.size]  # an old snapshot can have a different length; its content does not count
         for begin in range(0, received.size, CHUNK):
             received[begin : begin + CHUNK] = self._broadcast(received[begin : begin + CHUNK], replica)
         if step not in held:

@@ -66,7 +66,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     elastic = elastic_record(typed, request, cluster)
     notes: list[str] = []
     if not payload.script:
-        check_sharing(config, cluster, previous.load_config() if previous else None)
+        check_batch_and_precision(config, cluster, previous.load_config() if previous else None)
         check_elastic_batch(elastic, cluster, config)
         if typed.resume:
             notes = resuming.check_resumed(run, typed.preset, config, cluster)
@@ -103,11 +103,11 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     )
     compose = runtime.render(planned) | gpus.record()
     check_needs(typed, {Needs.SHARED_IMPORT: "preload" in compose})
-    return replace(planned, compose=compose, keep_s=_keep_s(typed) if "preload" in compose else 0.0)
+    return replace(planned, compose=compose, keep_s=_warm_s(typed) if "preload" in compose else 0.0)
 
 
-def _keep_s(typed: Request) -> float:
-    """Return how long a process that has imported TensorFlow stays."""
+def _warm_s(typed: Request) -> float:
+    """Return how long the process that has imported TensorFlow stays after a run."""
     text = typed.keep_warm or run_file.read_user_file().get("keep_warm", "0")
     seconds = 0.0 if text == "0" else spec.parse_age(text, "keep-warm")
     if seconds and (refused := warm.refusal()):
@@ -186,7 +186,7 @@ def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
     return busy
 
 
-def check_sharing(config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None) -> None:
+def check_batch_and_precision(config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None) -> None:
     """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision."""
     compatibility.check_precision(cluster, config.get("precision", "fp32"))
     compatibility.check_stages(cluster, config, previous)

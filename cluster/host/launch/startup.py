@@ -55,7 +55,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         mirroring.check_mirror(plan.mirror, plan.run.name, plan.mirror_id)
     with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
-        if owner.read_owner(plan.run):  # it has ended, but some of it may still be about to, or have its port
+        if owner.read_owner(plan.run):  # the run has ended, but a process may remain or hold its port
             teardown.remove_run(plan.run, sh)
         metrics_server.check_port(plan.options.count("metrics_port"))
         likely = {"onednn": plan.fast_kernels[0]} if plan.chooses_kernels else {}
@@ -81,12 +81,12 @@ def _decide_kernels(plan: Plan, unverified: dict[str, list[str]]) -> None:
 
 
 def continue_run(plan: Plan, sh: Shell) -> None:
-    """Start every task of a plan whose run has stopped for it, has no task left, and is claimed.
+    """Start every task of a plan whose run is claimed and was stopped for it, with no tasks left.
 
     Its configuration stays, and so does the time of its start: it is the same run.
     """
     if not plan.request.trust:
-        # Once more: tasks lived until now, and what is noted next must be what was checked.
+        # Check again: tasks ran until now, and the note must match what was checked.
         provenance.check_trusted(plan.run)
     provenance.note_rewriting(plan.run)
     if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
