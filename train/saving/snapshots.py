@@ -117,7 +117,7 @@ class MemorySnapshots:
         length = self._gather(own.size)[replica]
         received = np.zeros(-(-length // (8 * CHUNK)) * CHUNK, np.int64)
         octets = received.view(np.uint8)
-        octets[: own.size] = own[: octets.size]  # an old snapshot can have a different length; its content does not count
+        octets[: own.size] = own[: octets.size]  # an old one of another length does not count
         for begin in range(0, received.size, CHUNK):
             received[begin : begin + CHUNK] = self._broadcast(received[begin : begin + CHUNK], replica)
         if step not in held:

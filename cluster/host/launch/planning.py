@@ -186,7 +186,9 @@ def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
     return busy
 
 
-def check_batch_and_precision(config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None) -> None:
+def check_batch_and_precision(
+    config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None
+) -> None:
     """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision."""
     compatibility.check_precision(cluster, config.get("precision", "fp32"))
     compatibility.check_stages(cluster, config, previous)
