@@ -16,8 +16,7 @@ from cluster.system import processes
 from tests.e2e.scenario import DATA, ROOT
 from tests.tools import strategies_page
 
-SAMPLE = (Case("one", "custom"), Case("central", "custom"), Case("ps", "fit"), Case("tpu", "custom"))
-"""The strategies and loops that no other end-to-end test trains with, and the reference."""
+REFERENCE = Case("one", "custom")
 
 
 def check(rows: list[dict[str, Any]], cases: tuple[Case, ...]) -> None:
@@ -34,13 +33,22 @@ def check(rows: list[dict[str, Any]], cases: tuple[Case, ...]) -> None:
     assert set(strategies_page.table(rows)) <= set(written), "renew it with python -m tests.tools.strategies_page"
 
 
-def test_strategies_that_nothing_else_trains_with_must_be_ok_on_cpu(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "others",
+    [
+        (Case("ps", "fit"),),
+        # In one process `tests/differential` and `test_tpu_shapes.py` train so each time.
+        pytest.param((Case("central", "custom"), Case("tpu", "custom")), marks=pytest.mark.extended),
+    ],
+)
+def test_strategies_that_nothing_else_trains_with_must_be_ok_on_cpu(data, tmp_path, monkeypatch, others):
+    cases = (REFERENCE, *others)
     monkeypatch.setenv("DATA_DIR", str(data))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(verify, "CASES", SAMPLE)
+    monkeypatch.setattr(verify, "CASES", cases)
     for limit in ("CASE_LIMIT_S", "LIMIT_S"):
         monkeypatch.setattr(verify, limit, 1200.0)  # others use this machine, too
-    check(verify.verify_strategies(print), SAMPLE)
+    check(verify.verify_strategies(print), cases)
     assert [] == list(tmp_path.iterdir())
 
 

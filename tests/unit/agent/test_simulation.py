@@ -20,7 +20,8 @@ from tests.simulation.mutations import HELD_UP, mute, schedules, slow_reports
 from tests.simulation.schedule import Schedule, explain
 from tests.simulation.world import Broken
 
-ORDINARY = 600
+IN_EACH_TEST_RUN, ORDINARY = 200, 600
+"""How many schedules `make test` runs, and those of `.ci/run` with it."""
 FEW = 12
 """Schedules of one kind in `make test-fast`."""
 
@@ -59,9 +60,14 @@ def run_all(seeds: Iterable[int]) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_no_schedule_breaks_an_invariant(simulated):
-    counts = run_all(range(ORDINARY))
-    assert ORDINARY == counts["schedules"]
+@pytest.mark.parametrize(
+    "seeds",
+    [range(IN_EACH_TEST_RUN), pytest.param(range(IN_EACH_TEST_RUN, ORDINARY), marks=pytest.mark.extended)],
+    ids=["first", "more"],
+)
+def test_no_schedule_breaks_an_invariant(simulated, seeds):
+    counts = run_all(seeds)
+    assert len(seeds) == counts["schedules"]
     assert {"state succeeded", "state stopped", "state failed"} <= counts.keys()
     faults = {"cut", "second copy", "kill standby", "kill program", "kill task", "freeze program", "freeze task"}
     faults |= {"with standby processes", "stale caches", "lose task", "stop", "crash", "own failure"}
