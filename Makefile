@@ -53,7 +53,7 @@ up: setup ## train Fashion-MNIST on a chief and two workers; `make up UP="--work
 test: check ## run the whole suite on CPU (with the linters first)
 	@$(INVOKE) test
 
-test-fast: lint ## run the tests that need neither TensorFlow nor containers, in two to three minutes
+test-fast: lint ## run the tests that need neither TensorFlow nor containers, in about two minutes
 	@$(INVOKE) test --fast
 
 test-all: check ## the same with the long matrices

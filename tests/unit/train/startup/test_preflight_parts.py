@@ -1,6 +1,7 @@
 """Parts that do not fit each other, or that a step cannot divide, are refused before anything is started.
 
-The two tests of `configuration.check_config` run the program. More of them: `tests/differential/refused.py`.
+That parts which fit pass, by the program that `up` runs: `test_primitives.py`. More refusals:
+`tests/differential/refused.py`.
 """
 
 from __future__ import annotations
@@ -267,29 +268,6 @@ def test_a_loss_that_compares_the_examples_of_a_batch_is_reported_for_its_parts(
 ) -> None:
     check("normalized", **more)
     assert ("depends on the others of its batch" in capsys.readouterr().err) == warns
-
-
-PARTS = """
-import numpy as np
-from tensorflow import keras
-
-def data():
-    split = np.ones((4, 2)), np.array([0, 1, 0, 1])
-    return {"train": split, "test": split}
-
-def good(shape, outputs):
-    print("theirs")
-    return keras.Sequential([keras.Input(shape), keras.layers.Dense(outputs)])
-"""
-
-
-def test_matching_parts_pass_and_what_they_print_is_not_shown(tmp_path, monkeypatch, capfd):
-    own_module.write(monkeypatch, tmp_path, "own_tried", PARTS)
-    preparation.prepare_dataset("own_tried:data", tmp_path / "data")
-    capfd.readouterr()
-    config = TrainConfig(dataset="own_tried:data", model="own_tried:good", global_batch=4).to_json()
-    configuration.check_config(config, spec.build(workers=0), [str(tmp_path)])
-    assert "" == capfd.readouterr().out
 
 
 def test_built_in_parts_are_not_tried(monkeypatch, tmp_path):
