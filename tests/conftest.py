@@ -203,7 +203,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out of `make test` what must run alone, as it runs three files at a time, and what takes a minute or more."""
+    """Leave out of `make test`, which runs three files at a time, what must run alone or takes a minute or more."""
     for item in items:
         if item.get_closest_marker("alone") or item.get_closest_marker("extended"):
             item.add_marker("long")
