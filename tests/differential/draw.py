@@ -6,7 +6,6 @@ Our trainer imports the file as a user's module; run as a program, it trains the
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -159,13 +158,6 @@ def draw(seed: int) -> Case:
     if maybe(0.15) and "subclass" not in case["layers"]:
         case["layers"] += ("pretrained",)
     return Case(seed, **case)
-
-
-def cheap_seeds(count: int) -> list[int]:
-    """Return the first seeds whose cases take few processes: one task, killed at most once."""
-    cases = (draw(seed) for seed in itertools.count())
-    cheap = (case.seed for case in cases if case.tasks == 1 and len(case.killed_at) < 2)
-    return list(itertools.islice(cheap, count))
 
 
 def _optimizer(random_: random.Random, maybe: Any) -> dict[str, Any]:
