@@ -32,10 +32,10 @@ def command(tmp_path_factory, copy_checkout) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     wheel = [*pip, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", str(folder), "./sources"]
     subprocess.run(wheel, cwd=folder, check=True, capture_output=True)
-    subprocess.run([sys.executable, "-m", "venv", folder / "tool"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "tool"], check=True)
     (made,) = folder.glob("*.whl")
-    python = folder / "tool" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--no-index", made], check=True, capture_output=True)
+    install = [*pip, "--python", folder / "tool" / "bin" / "python", "install", "--no-index", made]
+    subprocess.run(install, check=True, capture_output=True)
     shutil.rmtree(folder / "sources")
     return folder / "tool" / "bin" / "tf-cluster"
 

@@ -25,21 +25,6 @@ pytestmark = pytest.mark.usefixtures("data")
 RELATIVE = 2e-4
 """What another kind of processor may change in 20 steps: its kernels add up in another order."""
 
-LOAD_IN_SCOPE = """
-import sys
-import numpy as np
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-images = tf.constant(np.load(sys.argv[2]))
-with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-    scoped = tf.saved_model.load(sys.argv[1])
-plain = tf.saved_model.load(sys.argv[1])
-np.testing.assert_allclose(scoped.serve(images), plain.serve(images), rtol=1e-6)
-print(plain.serve(images).numpy().argmax(-1).tolist())
-"""
-
-
 SERVE = """
 import json
 import sys
@@ -49,10 +34,16 @@ import tensorflow as tf
 from cluster.contract.run.folder import RunFolder
 from train import saved_model
 _, version, run_dir, data_dir, images = sys.argv
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 images = tf.constant(np.load(images))
-(served,) = tf.saved_model.load(version).signatures["serving_default"](images).values()
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    scoped = tf.saved_model.load(version)
+plain = tf.saved_model.load(version)
+(served,) = plain.signatures["serving_default"](images).values()
 _, _, model, _ = saved_model._restore(RunFolder(Path(run_dir)), Path(data_dir))
-np.testing.assert_allclose(served, model(images, training=False), rtol=1e-5, atol=1e-6)
+for found in (served, plain.serve(images), scoped.serve(images)):
+    np.testing.assert_allclose(found, model(images, training=False), rtol=1e-5, atol=1e-6)
 print(json.dumps(served.numpy().tolist()))
 """
 
@@ -70,13 +61,6 @@ def test_the_first_losses_must_be_the_golden_ones(alone):
     if all(expected[name] == found[name] for name in ("cpu", "packages")):
         assert expected == found
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=RELATIVE)
-
-
-def test_an_export_must_serve_with_and_without_a_strategy(clusters, alone):
-    before = (alone.export / "saved_model.pb").stat().st_mtime_ns
-    assert "step 20" in clusters.invoke("export", alone.name)
-    assert (alone.export / "saved_model.pb").stat().st_mtime_ns > before
-    assert 32 == len(evaluate(LOAD_IN_SCOPE, alone.export, save_images(alone)))
 
 
 def save_images(run: RunFolder) -> Path:
@@ -103,11 +87,14 @@ def evaluate(program: str, *arguments: Path) -> list:
 def version(clusters, alone, tmp_path_factory) -> Path:
     """A version of a served model: of the one at SERVING_URL if there is one, which serves MODEL_DIR."""
     folder = Path(os.environ["MODEL_DIR"] if "SERVING_URL" in os.environ else tmp_path_factory.mktemp("models"))
-    added = clusters.invoke("export", alone.name, f"--serving={folder}").splitlines()[-1]
+    before = (alone.export / "saved_model.pb").stat().st_mtime_ns
+    *exported, added = clusters.invoke("export", alone.name, f"--serving={folder}").splitlines()
+    assert "step 20" in exported[-1]
+    assert (alone.export / "saved_model.pb").stat().st_mtime_ns > before
     return folder / added.split()[1]
 
 
-def test_a_served_version_must_give_what_the_model_gives(alone, version):
+def test_a_served_version_must_give_what_the_model_gives_also_inside_of_a_strategy(alone, version):
     assert 32 == len(evaluate(SERVE, version, alone.path, DATA, save_images(alone)))
 
 
