@@ -83,6 +83,8 @@ TESTS = (("tests", "-m", "not long", *THREE_FILES_AT_A_TIME),)
 ALL_TESTS = (("tests", "-m", "not alone", *THREE_FILES_AT_A_TIME), ("tests", "-m", "alone"))
 FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *THREE_FILES_AT_A_TIME),)
 """Tests that start neither TensorFlow nor containers nor clusters; see `tests/fast.py`."""
+COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
+"""Hundreds of processes import the same modules, and pytest rewrites each of its own in every worker."""
 
 
 @task(has_dry_run=True)
@@ -96,7 +98,7 @@ def test(c, all=False, fast=False, select=""):
         codes: list[int] = []
         for part in FAST_TESTS if fast else ALL_TESTS if all else TESTS:
             command = [sys.executable, "-m", "pytest", *part, *(["-k", select] if select else [])]
-            codes.append(c.run(shlex.join(command), warn=True).exited)
+            codes.append(c.run(shlex.join(command), warn=True, env=COMPILED).exited)
             if codes[-1] == 2:  # Ctrl-C, or tests that cannot be imported
                 break
         # 5: none of a part's tests was chosen

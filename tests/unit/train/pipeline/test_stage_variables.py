@@ -65,7 +65,7 @@ def save(holders: list[Holder], step: int) -> None:
         holder.checkpoint.wait()
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path, stages):
     whole = Holder(tmp_path, 0, 1)
     holders = [Holder(tmp_path, task, stages) for task in range(stages)]
