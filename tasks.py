@@ -84,7 +84,7 @@ ALL_TESTS = (("tests", "-m", "not alone", *THREE_FILES_AT_A_TIME), ("tests", "-m
 FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *THREE_FILES_AT_A_TIME),)
 """Tests that start neither TensorFlow nor containers nor clusters; see `tests/fast.py`."""
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
-"""Hundreds of processes import the same modules, and pytest rewrites each of its own in every worker."""
+"""Hundreds of processes import the same modules, and each worker of pytest rewrites the tests' asserts."""
 
 
 @task(has_dry_run=True)
