@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,27 +25,22 @@ SHARDS = TrainConfig(dataset="numbers", source="stream")
 FUNCTION = TrainConfig(dataset="own_function:data", source="function", num_outputs=3)
 
 
-@pytest.fixture(scope="module", params=["arrays", "shards", numbers, ranges])
-def source(request, tmp_path_factory) -> Iterator[Source]:
+@pytest.fixture(params=["arrays", "shards", numbers, ranges])
+def source(request, tmp_path, monkeypatch) -> Source:
     """The same examples as arrays and as shards, both with weights, and of functions of both forms."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield open_kind(request.param, tmp_path_factory.mktemp("data"), patch)
-
-
-def open_kind(kind: Any, folder: Path, patch: pytest.MonkeyPatch) -> Source:
     train = [(np.full(2, i, np.float32), i % 3, np.float32(10 * i)) for i in range(TRAIN)]
     test = [example[:2] for example in train[:TEST]]
-    if kind == "arrays":
+    if request.param == "arrays":
         columns = [tuple(np.stack(part) for part in zip(*examples, strict=True)) for examples in (train, test)]
-        arrays.write_arrays(folder, "own:numbers", "1", {"train": columns[0], "test": columns[1]})
-        return open_source(ARRAYS, folder)
-    if kind == "shards":
-        listed_examples.shard(folder, "numbers", ListedExamples(train, test), num_shards=6)
-        return open_source(SHARDS, folder)
-    own_module.put(patch, "own_function", data=kind)
-    patch.setattr(reading, "_OPEN", {})
-    examine_function("own_function:data", folder, "3")
-    return open_source(FUNCTION, folder)
+        arrays.write_arrays(tmp_path, "own:numbers", "1", {"train": columns[0], "test": columns[1]})
+        return open_source(ARRAYS, tmp_path)
+    if request.param == "shards":
+        listed_examples.shard(tmp_path, "numbers", ListedExamples(train, test), num_shards=6)
+        return open_source(SHARDS, tmp_path)
+    own_module.put(monkeypatch, "own_function", data=request.param)
+    monkeypatch.setattr(reading, "_OPEN", {})
+    examine_function("own_function:data", tmp_path, "3")
+    return open_source(FUNCTION, tmp_path)
 
 
 @pytest.mark.extended
