@@ -64,7 +64,11 @@ def load_file(model: keras.Model, path: Path) -> str:
     places: Counter[str] = Counter()
     for variable, name in list_weights(model):
         layer = name.rpartition("/")[0]
-        keys = [name, checkpoint_name(name).removeprefix(_NAMED), f"{layer}#{places[layer]}"]
+        numbered = f"{layer}#{places[layer]}"
+        keys = [name, checkpoint_name(name).removeprefix(_NAMED), numbered]
+        # A subclassed model's variables lack the names of models that it was given, which the file has.
+        enclosed = [key for key in arrays if key.endswith(f"/{numbered}")]
+        keys += enclosed if len(enclosed) == 1 else []
         places[layer] += 1
         key = next((key for key in keys if key in arrays), None)
         if key is None:

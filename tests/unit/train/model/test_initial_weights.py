@@ -57,6 +57,28 @@ def test_all_weights_are_taken_from(tmp_path, kind):
         np.testing.assert_array_equal(mine, theirs)
 
 
+class Autoencoder(keras.Model):
+    """A subclassed model of two functional ones, as in keras.io's VAE."""
+
+    def __init__(self):
+        super().__init__()
+        inputs, code = keras.Input((4,)), keras.Input((2,))
+        self.encoder = keras.Model(inputs, keras.layers.Dense(2, name="code")(inputs), name="encoder")
+        self.decoder = keras.Model(code, keras.layers.Dense(4, name="image")(code), name="decoder")
+
+    def call(self, inputs):
+        return self.decoder(self.encoder(inputs))
+
+
+@pytest.mark.parametrize("kind", [".weights.h5", ".keras"])
+def test_a_subclassed_model_takes_all_weights_of_its_file(tmp_path, kind):
+    first, second = Autoencoder(), Autoencoder()
+    first(np.zeros((1, 4)))
+    assert "began with 4 of the 4 weights" in initial_weights.load_file(second, save(kind, first, tmp_path / "init"))
+    for mine, theirs in zip(first.get_weights(), second.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path):
     first, second = new_model(seed=1), new_model(outputs=5, seed=2)
     before = second.get_layer("head").kernel.numpy()
