@@ -6,7 +6,10 @@ because Keras 3 does not support them. The choice is made before TensorFlow is i
 Shapes: B replica batch, K outputs.
 """
 
+import inspect
+import sys
 import time
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -216,6 +219,25 @@ def check_optimizers(model: keras.Model, replicas: int) -> None:
             f"--loop fit on {replicas} replicas: {type(model).__name__}.{unbuilt[0]} has no variables yet; call its "
             "build(variables) where the model is made"
         )
+
+
+def warn_of_sum(model: keras.Model, replicas: int) -> None:
+    """Report a `train_step` that does not divide its loss by the replicas, whose gradients optimizers add up."""
+    code = getattr(inspect.unwrap(type(model).train_step), "__code__", None)
+    scaling = {"compute_loss", "_compute_loss", "compute_average_loss", "scale_loss_for_distribution"}
+    scaling |= {"num_replicas_in_sync", "train_step"}  # the last is super's
+    custom = code is not None and models.find_override(model) == "train_step"
+    if replicas > 1 and custom and not scaling & _names_in(code):
+        print(
+            f"warning: the gradients of {replicas} replicas are added up, and {type(model).__name__}.train_step does "
+            "not divide its loss by their number, tf.distribute.get_strategy().num_replicas_in_sync, as compute_loss does",
+            file=sys.stderr,
+        )
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 class ActionsCallback(keras.callbacks.Callback):

@@ -89,6 +89,7 @@ def check_parts(
             fit.check_micro_batches(model, replicas, config.micro_batches)
         if config.loop == "fit" and not config.needs_tf_keras(strategy):
             fit.check_optimizers(model, replicas)
+            fit.warn_of_sum(model, replicas)
     _check_ranges(config, model, source)
     if getattr(model, "compiled", False):
         print(

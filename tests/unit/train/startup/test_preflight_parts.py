@@ -25,6 +25,7 @@ from tests.support import own_module
 from train.config import Optimizer, TrainConfig
 from train.data import opening
 from train.data.prepare import preparation
+from train.loops import fit
 from train.startup import model_checks
 
 layers = keras.layers
@@ -268,6 +269,41 @@ def test_a_loss_that_compares_the_examples_of_a_batch_is_reported_for_its_parts(
 ) -> None:
     check("normalized", **more)
     assert ("depends on the others of its batch" in capsys.readouterr().err) == warns
+
+
+class Summed(keras.Sequential):
+    """Has a step as in keras.io's VAE, which is for one replica."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(data[0], training=True) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class Averaged(Summed):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        def divided() -> Any:
+            return tf.reduce_mean(self(data[0]) ** 2) / tf.distribute.get_strategy().num_replicas_in_sync
+
+        return {"loss": divided()}
+
+
+class Extended(Summed):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return keras.Model.train_step(self, data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "warns"),
+    [(Summed, 2, True), (Summed, 1, False), (Averaged, 2, False), (Extended, 2, False), (keras.Sequential, 2, False)],
+)
+def test_a_train_step_that_adds_up_the_gradients_of_replicas_is_reported(
+    capsys: pytest.CaptureFixture[str], kind: type[keras.Model], replicas: int, warns: bool
+) -> None:
+    model = kind([keras.Input((2,)), keras.layers.Dense(1)])
+    fit.warn_of_sum(model, replicas)
+    assert ("added up" in capsys.readouterr().err) == warns
 
 
 def test_built_in_parts_are_not_tried(monkeypatch, tmp_path):
