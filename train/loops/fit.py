@@ -230,7 +230,8 @@ def warn_of_sum(model: keras.Model, replicas: int) -> None:
     if replicas > 1 and custom and not scaling & _names_in(code):
         print(
             f"warning: the gradients of {replicas} replicas are added up, and {type(model).__name__}.train_step does "
-            "not divide its loss by their number, tf.distribute.get_strategy().num_replicas_in_sync, as compute_loss does",
+            "not divide its loss by their number, as compute_loss does; divide it by "
+            "tf.distribute.get_strategy().num_replicas_in_sync",
             file=sys.stderr,
         )
 

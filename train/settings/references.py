@@ -32,7 +32,7 @@ def check_reference(option: str, reference: str, built_in: Collection[str]) -> N
     if reference in built_in:
         return
     if ":" not in reference:
-        hint = nearest(reference, built_in)
+        hint = nearest(reference, built_in) + ("; Keras has keras.losses:NAME" if option == "--loss" else "")
         raise UsageError(f"{option} {reference!r} is neither built in nor of the form package.module:name{hint}")
     source, name = _source(option, reference), reference.partition(":")[2]
     names = None if source is None else _names(source)
