@@ -226,8 +226,8 @@ def warn_of_sum(model: keras.Model, replicas: int) -> None:
     code = getattr(inspect.unwrap(type(model).train_step), "__code__", None)
     scaling = {"compute_loss", "_compute_loss", "compute_average_loss", "scale_loss_for_distribution"}
     scaling |= {"num_replicas_in_sync", "train_step"}  # the last is super's
-    custom = code is not None and models.find_override(model) == "train_step"
-    if replicas > 1 and custom and not scaling & _names_in(code):
+    custom = models.find_override(model) == "train_step"
+    if replicas > 1 and custom and code is not None and not scaling & _names_in(code):
         print(
             f"warning: the gradients of {replicas} replicas are added up, and {type(model).__name__}.train_step does "
             "not divide its loss by their number, as compute_loss does; divide it by "
