@@ -223,11 +223,12 @@ def check_optimizers(model: keras.Model, replicas: int) -> None:
 
 def warn_of_sum(model: keras.Model, replicas: int) -> None:
     """Report a `train_step` that does not divide its loss by the replicas, whose gradients optimizers add up."""
-    code = getattr(inspect.unwrap(type(model).train_step), "__code__", None)
+    theirs = [vars(each).values() for each in type(model).__mro__ if not each.__module__.startswith("keras.")]
+    methods = [getattr(method, "python_function", method) for methods in theirs for method in methods]
+    used = set().union(*(_names_in(method.__code__) for method in methods if inspect.isfunction(method)))
     scaling = {"compute_loss", "_compute_loss", "compute_average_loss", "scale_loss_for_distribution"}
     scaling |= {"num_replicas_in_sync", "train_step"}  # the last is super's
-    custom = models.find_override(model) == "train_step"
-    if replicas > 1 and custom and code is not None and not scaling & _names_in(code):
+    if replicas > 1 and models.find_override(model) == "train_step" and not scaling & used:
         print(
             f"warning: the gradients of {replicas} replicas are added up, and {type(model).__name__}.train_step does "
             "not divide its loss by their number, as compute_loss does; divide it by "

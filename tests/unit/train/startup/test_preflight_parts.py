@@ -283,10 +283,11 @@ class Summed(keras.Sequential):
 
 class Averaged(Summed):
     def train_step(self, data: Any) -> dict[str, Any]:
-        def divided() -> Any:
-            return tf.reduce_mean(self(data[0]) ** 2) / tf.distribute.get_strategy().num_replicas_in_sync
+        return {"loss": self.divided(data)}
 
-        return {"loss": divided()}
+    @tf.function
+    def divided(self, data: Any) -> Any:
+        return tf.reduce_mean(self(data[0]) ** 2) / tf.distribute.get_strategy().num_replicas_in_sync
 
 
 class Extended(Summed):
