@@ -163,7 +163,7 @@ class Save(Periodic):
         report: Report,
         checkpoint: CheckpointManager,
         first: int,
-        prepare: Callable[[int], None],
+        prepare: Callable[[int], object],
     ) -> None:
         """Save a training from step `first`, whose state `prepare` prepares; only the chief's timer decides."""
         interval = context.config.checkpoint_every
@@ -195,10 +195,13 @@ class KeepSnapshot(Action):
         self,
         snapshots: MemorySnapshots | None,
         checkpoint: CheckpointManager,
-        prepare: Callable[[int], None],
+        prepare: Callable[[int], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep the state that `prepare` prepares."""
+        """Keep the state that `prepare` prepares, which returns for how many seconds it waited for slower tasks.
+
+        The next step would wait for them otherwise, so that this costs nothing.
+        """
         self._snapshots, self._checkpoint, self._prepare = snapshots, checkpoint, prepare
         self._clock, self._began = clock, clock() - self.AHEAD_S
         self._step_s = self._cost_s = self._spent_s = 0.0
@@ -214,7 +217,7 @@ class KeepSnapshot(Action):
         if not progress.result.signals.snapshot or self._snapshots is None:
             return
         began = self._clock()
-        self._prepare(progress.step)
+        waited_s = self._prepare(progress.step)
         self._checkpoint.keep_snapshot(progress.step, self._snapshots)
-        self._cost_s = self._clock() - began
+        self._cost_s = self._clock() - began - waited_s
         self._spent_s += self._cost_s

@@ -9,6 +9,7 @@ the state saved before.
 import contextlib
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,26 +58,31 @@ class ReplicaCheck(Periodic):
         self._task, self._devices = task, spec.devices
         self._variables, self._gather = variables, gather
         self._compared_at = 0
+        self._shortest_s = float("inf")
 
     def after(self, progress: CallProgress) -> None:
         if self.due(progress):
             self.compare(progress.step)
 
-    def compare(self, step: int, *, again: bool = False) -> None:
+    def compare(self, step: int, *, again: bool = False) -> float:
         """Compare all copies after `step` steps, where all tasks call it; raise ReplicasDiffer if their bits differ.
 
-        The copies of a step are compared once, unless this is to happen `again`.
+        The copies of a step are compared once, unless this is to happen `again`. Returns for how many seconds this
+        waited for slower tasks: what the exchange took longer than the shortest one.
         """
         if not self._active or (step == self._compared_at and not again):
-            return
+            return 0.0
         own = digests(self._variables(), self._devices)
         # One number for each task: equal ones mean equal copies, and a task whose own copies differ stands out.
         number = own[0] if len(set(own)) == 1 else hash((self._task, *own))
+        began = time.monotonic()
         numbers = list(self._gather(number))[:: self._devices] if len(self._tasks) > 1 else [number]
+        exchange_s = time.monotonic() - began
+        self._shortest_s = min(self._shortest_s, exchange_s)
         common, votes = Counter(numbers).most_common(1)[0]
         if votes == len(numbers) and len(set(own)) == 1:
             self._compared_at = step
-            return
+            return exchange_s - self._shortest_s
         named = [name for name, found in zip(self._tasks, numbers, strict=True) if found != common]
         if 2 * votes <= len(numbers) or not named:  # no majority, or the copies of the only task
             named = self._tasks

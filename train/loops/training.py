@@ -115,11 +115,15 @@ class Training:
         ]
         return [action for action in (*every_call, *periodic) if action is not None]
 
-    def _prepare(self, step: int) -> None:
-        """Compare the replicas before a state is saved or kept, and store that of callbacks; all tasks call it."""
-        self._check.compare(step)
+    def _prepare(self, step: int) -> float:
+        """Compare the replicas before a state is saved or kept, and store that of callbacks; all tasks call it.
+
+        Returns for how many seconds this waited for slower tasks.
+        """
+        waited_s = self._check.compare(step)
         if self.callbacks:
             self.callbacks.store_state()
+        return waited_s
 
     def _copied_variables(self) -> list[Any]:
         """Return the variables of which every replica has a copy."""

@@ -91,6 +91,18 @@ def test_a_step_is_compared_once_unless_it_is_to_be_compared_again():
     assert 2 == len(gathered)
 
 
+def test_what_an_exchange_takes_longer_than_the_shortest_is_waiting_for_slower_tasks(monkeypatch):
+    now, exchanges_s = [0.0], iter([3.0, 1.0, 2.5])
+
+    def gather(own: int) -> list[int]:
+        now[0] += next(exchanges_s)
+        return [own] * 3
+
+    monkeypatch.setattr(replica_check, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    check = ReplicaCheck(GANG, "chief", "auto", list, gather)
+    assert [0.0, 0.0, 1.5, 0.0] == [check.compare(step) for step in (1, 2, 3, 3)]
+
+
 def test_the_weights_are_compared_again_between_the_last_evaluation_and_the_export():
     done = []
     training = SimpleNamespace(

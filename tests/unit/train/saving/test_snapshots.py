@@ -206,14 +206,18 @@ def test_the_room_is_looked_for_once(files, monkeypatch):
 @pytest.mark.parametrize("seed", range(10))
 def test_snapshots_take_at_most_their_share_of_the_time(seed):
     dice, now, taken_s = random.Random(seed), [0.0], [0.0]
-    cost_s, call_s = dice.uniform(0.001, 0.5), dice.uniform(0.01, 3.0)
+    cost_s, call_s, waited_s = dice.uniform(0.001, 0.5), dice.uniform(0.01, 3.0), dice.choice([0.0, 0.1])
 
     class Checkpoint:
         def keep_snapshot(self, _step: int, _snapshots: Any) -> None:
             now[0] += cost_s
             taken_s[0] += cost_s
 
-    keep = KeepSnapshot(object(), Checkpoint(), lambda _step: None, lambda: now[0])  # type: ignore[arg-type]
+    def prepare(_step: int) -> float:
+        now[0] += waited_s
+        return waited_s
+
+    keep = KeepSnapshot(object(), Checkpoint(), prepare, lambda: now[0])  # type: ignore[arg-type]
     for call in range(2000):
         signals = Signals(snapshot=keep.due(10))
         now[0] += call_s
