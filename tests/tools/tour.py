@@ -35,7 +35,7 @@ def document(printed: str) -> list[str]:
     results = [text for line in RESULTS.findall(printed) for text in ("...", line)]
     setup = [*(f"$ {command}" for command in SETUP), *printed.splitlines()[:3], *results]
     lines = ["# Start", "", "```console", *setup, "```", ""]
-    lines += ["This is the output of `invoke tour` on 2 busy cores, with most progress lines left out.", ""]
+    lines += ["This is the output of `invoke tour` on 2 cores, with most progress lines left out.", ""]
     for number, step in enumerate(STEPS, 1):
         rest = printed.partition(f"\n$ {step.command()}")[2]
         shown = re.split(rf"\n\n{number + 1}/|\n\n{re.escape(TAIL[:20])}", rest)[0].removeprefix("\n")
