@@ -79,7 +79,7 @@ def test_a_flipped_bit_must_be_found_before_it_is_saved(clusters, undisturbed):
 @pytest.mark.parametrize(
     ("words", "whole", "source"),
     [
-        # What the task lost comes from another: with two tasks in `test_a_lost_task_changes_no_bit.py` each time.
+        # What the task lost comes from another.
         pytest.param("--workers=2", True, "memory", marks=pytest.mark.extended),
         pytest.param("--workers=1 --loop=fit", False, "memory", marks=pytest.mark.long),
         pytest.param("--strategy=pipeline --stages=2 --micro-batches=2", False, "memory", marks=pytest.mark.long),
