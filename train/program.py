@@ -7,9 +7,7 @@ import threading
 from pathlib import Path
 
 import tensorflow as tf
-from tensorflow import keras
 
-from cluster.contract import settings
 from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import membership
@@ -19,7 +17,7 @@ from cluster.contract.spec import Role, Task
 from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.system.json_files import DISK_FULL, read_json
 from cluster.system.messages import COMMAND, system_error
-from train import evaluator, patches, strategy
+from train import determinism, evaluator, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import opening
@@ -28,8 +26,6 @@ from train.loops import custom, fit
 from train.loops.loop import Steps
 from train.loops.training import Setup
 from train.model import initial_weights, layer_state, models, objectives
-from train.model.export import is_legacy
-from train.patches import exact_order
 from train.pipeline.stage_variables import TaskStages
 from train.startup import rehearsal
 from train.telemetry import environment
@@ -50,7 +46,7 @@ class Program:
         generation, restarts = int(os.environ.get("GENERATION", "0")), int(os.environ.get("RESTARTS", "0"))
         self.spec = membership.cluster(run, generation)
         self.config = TrainConfig.from_json(read_json(run.config))
-        configure_threads(self.config)
+        determinism.configure_threads(self.config)
         self.heartbeat = HeartbeatWriter(run, task, generation, restarts)
         self.stop = threading.Event()
         self._setup: Setup | None = None
@@ -104,12 +100,7 @@ class Program:
         gang = self._strategy()
         # Only one task uses a stage's variables, so they are plain ones.
         scope_strategy = tf.distribute.get_strategy() if self.spec.kind.staged else gang
-        keras.utils.set_random_seed(config.seed)
-        if config.deterministic:
-            tf.config.experimental.enable_op_determinism()
-        if not is_legacy():
-            patches.apply()
-        exact_order.keep_order_of_sums(config.micro_batches, deterministic=config.deterministic)
+        determinism.configure_operations(config)
         source = self._open_source()
 
         new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)
@@ -150,15 +141,8 @@ def rehearse(run: RunFolder) -> None:
     """Prepare for a later generation, except its cluster."""
     config = TrainConfig.from_json(read_json(run.config))
     if rehearsal.can_rehearse(config):
-        configure_threads(config)  # the first device fixes the threads of a process
+        determinism.configure_threads(config)
         rehearsal.rehearse_step()
-
-
-def configure_threads(config: TrainConfig) -> None:
-    """Set the numbers of threads. Call before any device is used."""
-    tf.config.threading.set_intra_op_parallelism_threads(config.threads)
-    for name, value in settings.one_core_threads().items():
-        os.environ.setdefault(name, value)
 
 
 def explain(error: Exception) -> ClusterError | None:

@@ -1,8 +1,4 @@
-"""The process that a task's agent watches: the training program, which waits at a gate, or a user's script.
-
-A script knows nothing of gates, heartbeats or our exit codes. So it starts once its cluster is complete, and its agent
-writes the heartbeat until the end.
-"""
+"""The process that a task's agent watches: the training program, which waits at a gate, or a user's script."""
 
 import contextlib
 import hashlib
@@ -17,18 +13,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
-from cluster.contract import settings
 from cluster.contract.recovery import ends, snapshot_files
 from cluster.contract.run import joining, logs
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Task
 from cluster.system import fork_server, memory, processes
 from cluster.system.messages import NOISE
-from cluster.system.paths import ROOT
-
-KERAS_HOOK = ROOT / "train" / "patches" / "hook"
-"""Holds the `sitecustomize` that patches Keras 3 in a script's process."""
 
 
 class TaskProcess(ABC):
@@ -48,6 +40,11 @@ class TaskProcess(ABC):
         self._lines: list[str] = []
         self._end_requested = False
         self._stop_timer = processes.StopTimer()
+
+    @classmethod
+    def create(cls, command: list[str], environment: dict[str, str], run: RunFolder, task: Task) -> Self:
+        """Create the program of a task of this run."""
+        return cls(command, environment, run.log(task.name))
 
     def _start(self, folder: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
         """Start the process. Its output goes to its log and to this process's output."""
@@ -177,31 +174,13 @@ class Trainer(TaskProcess):
             self._gate = None
 
 
-class Script(TaskProcess):
-    """A user's script. It has no gate, so it starts once its cluster is complete, in a separate working folder."""
-
-    scripted = True
-
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path) -> None:
-        super().__init__(command, environment, log)
-        self._folder = folder
-
-    def open_gate(self, variables: dict[str, str]) -> None:
-        self._environment |= variables
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._start(self._folder)
-
-
 def create_program(
     kind: type[TaskProcess], command: list[str], environment: Mapping[str, str], run: RunFolder, task: Task
 ) -> TaskProcess:
     """Create a task's program, with a separate folder for temporary files that survives the task's restarts."""
     folder = temporary_folder(run, task)
     folder.mkdir(mode=0o700, exist_ok=True)
-    environment = {**environment, "TMPDIR": str(folder)}
-    if issubclass(kind, Script):
-        return kind(command, script_environment(environment), run.log(task.name), run.work(task.name))
-    return kind(command, environment, run.log(task.name))
+    return kind.create(command, {**environment, "TMPDIR": str(folder)}, run, task)
 
 
 def temporary_folder(run: RunFolder, task: Task) -> Path:
@@ -211,16 +190,6 @@ def temporary_folder(run: RunFolder, task: Task) -> Path:
     """
     digest = hashlib.sha256(joining.run_token(run).encode()).hexdigest()
     return Path(tempfile.gettempdir(), f"{task.name}-{digest[:12]}")
-
-
-def script_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a script's environment: modules of this checkout must not shadow those that it imports.
-
-    The folder of the hook that patches Keras has no other module.
-    """
-    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
-    kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
-    return {**settings.one_core_threads(), **environment, "PYTHONPATH": os.pathsep.join([str(KERAS_HOOK), *kept])}
 
 
 class MemoryKills:

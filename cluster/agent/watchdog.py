@@ -13,7 +13,7 @@ from typing import Any
 from cluster.agent.hub import SILENCE_S
 from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends, standby_cluster
-from cluster.contract.results.stragglers import find_late
+from cluster.contract.results.late_tasks import find_late
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task

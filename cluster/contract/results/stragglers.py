@@ -1,15 +1,13 @@
-"""Stragglers, tasks that wait for input, and tasks for which the others wait, from what each task reports.
+"""Stragglers and tasks that wait for input, from what each task reports.
 
 Under a synchronous strategy every step takes as long as that of the slowest task. So tasks are compared by the part of
 a step in which each is busy: waiting for its batch and computing its own gradients.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from statistics import median
 
-from cluster.contract.run.heartbeat import HEARTBEAT_S
-from cluster.contract.run.records import FINAL_STATES, Heartbeat, Pace, Paces, Place, Starved, Straggler
-from cluster.contract.spec import ClusterSpec
+from cluster.contract.run.records import Pace, Paces, Starved, Straggler
 
 SLOWER = 1.25
 """A straggler is busy at least this many times as long as the others."""
@@ -54,33 +52,6 @@ def lines(paces: Paces) -> list[str]:
     slow_by_input = {each.task for each in paces.stragglers if each.input_part >= STARVED}
     waiting = [each for each in paces.starved if each.task not in slow_by_input]
     return [str(each) for each in (*paces.stragglers, *waiting)]
-
-
-def find_late(
-    spec: ClusterSpec, beats: Mapping[str, Heartbeat], generation: int, silent: Collection[str] = ()
-) -> tuple[list[str], str]:
-    """Return the late tasks of a generation, and a text about what they lack; none, and "", if no task waits.
-
-    A task waits that is at a place for two heartbeats. A silent one may have entered it after its last heartbeat. Where
-    all wait, as around a dead link, those are late that wait for what others have left; at the same place, none is.
-    """
-    found = [beats[task.name] for task in spec.members if task.name in beats]
-    at = {it.task: it.position for it in found if it.generation == generation and it.state not in FINAL_STATES}
-    order = {name: (it.step, [*Place].index(it.place), it.left) if it else (-1, 0, 0) for name, it in at.items()}
-    still = {name for name, it in at.items() if it and it.seconds >= 2 * HEARTBEAT_S} - {*silent}
-    waits = {name for name in still if not order[name][2]} or (still if silent else set())
-    if not waits:
-        return [], ""
-    first, *_, last = sorted([order[name] for name in waits] * 2)
-    late = sorted(name for name in at if name not in waits and (name in silent or order[name] < last))
-    verb = "finished" if not late or {*silent} & {*late} else "reached"
-    if late:  # a neighbour may still wait for a part of what a silent task has left
-        first = min((order[name] for name in waits if order[name] >= min(order[each] for each in late)), default=last)
-    elif first < last:
-        late = sorted(name for name in waits if order[name] == first)
-    where = ("work after the " if first[2] else "") + [*Place][first[1]] + (f" of step {first[0]}" if first[0] else "")
-    text = f"{' and '.join(late)} {'has' if len(late) == 1 else 'have'} not {verb} the {where}; the others wait"
-    return late, text if late else f"every task waits in the {where}"
 
 
 def _measured(pace: Pace) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.contract.results import goodput, reference, stragglers
+from cluster.contract.results import goodput, late_tasks, reference, stragglers
 from cluster.contract.run import membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HEARTBEAT_S, final_state, read_live_heartbeats
@@ -40,7 +40,7 @@ def read_status(
     port = tensorboard.running_port(run.path.parent) if with_board else None
     script = config.get("script")
     silent = [name for name, beat in beats.items() if time.time() - beat.updated_at > 5 * HEARTBEAT_S]
-    late, text = stragglers.find_late(spec, beats, run.generation, silent)
+    late, text = late_tasks.find_late(spec, beats, run.generation, silent)
     reporting = any(beat.state not in (TaskState.LOST, *FINAL_STATES) for beat in beats.values())
     printed: dict[str, Any] = {}
     if script:

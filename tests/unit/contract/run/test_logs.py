@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.agent.task_process import Script, Trainer
+from cluster.agent.script import Script
+from cluster.agent.task_process import Trainer
 from cluster.contract.run import logs
 from cluster.contract.run.logs import GAP, LINE_BYTES, LogReader
 from tests.support.waiting import wait_for
