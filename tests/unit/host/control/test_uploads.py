@@ -1,6 +1,7 @@
 """A mirror has every complete checkpoint, wherever the upload was killed, and gives back the newest intact one."""
 
 import itertools
+import multiprocessing
 import os
 import random
 import secrets
@@ -9,14 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs  # noqa: F401  # once, not in each process that is killed
+import pyarrow.fs  # noqa: F401  # once in the fork server, not in each process that is killed
 import pytest
 
 from cluster.contract.recovery.checkpoint_files import Saved, delete_older, find_newest_good, write_checkpoint
@@ -35,6 +35,8 @@ from tests.support.waiting import wait_for
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 ID, KEEP = "0123456789abcdef", 2
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
 WRITES = ("create_dir", "open_output_stream", "move", "delete_file", "delete_dir")
 
 
@@ -113,39 +115,40 @@ class Killing:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_fork(work: Callable[[], int]) -> int:
-    """Return the number, up to 255, that a function returns in a fork, negative for a signal.
+def in_process(work: Callable[..., object], run: RunFolder, *given: object) -> int:
+    """Return the exit code of a process that calls a function, negative for a signal; an error's is 1.
 
-    The client of S3 starts threads, so a process that has used it cannot fork any more.
+    A server without threads forks it. A fork of this process could wait forever for a lock that another thread had.
     """
-    if (pid := os.fork()) == 0:
-        code = 255
-        try:
-            code = work()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    process = FORKS.Process(target=_call, args=(dict(os.environ), work, run.path, *given))
+    process.start()
+    process.join(100)
+    assert process.exitcode is not None, f"{work.__name__} does not end"
+    return process.exitcode
+
+
+def _call(environment: dict[str, str], work: Callable[..., object], run: Path, *given: object) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.exit(work(RunFolder(run), *given))
 
 
 def upload_until(run: RunFolder, write: int) -> bool:
     """Upload in a process that is killed at a write; return whether it was done before."""
+    code = in_process(_upload_until, run, write)
+    assert code in (0, -signal.SIGKILL)
+    return code == 0
 
-    def work() -> int:
-        prepare, Killing.left = mirroring.Store.__init__, write
 
-        def wrap(store: Any, *given: str) -> None:
-            prepare(store, *given)
-            store._files = Killing(store._files)
+def _upload_until(run: RunFolder, write: int) -> None:
+    prepare, Killing.left = mirroring.Store.__init__, write
 
-        mirroring.Store.__init__ = wrap
-        upload(run, ended=True)
-        return 0
+    def wrap(store: Any, *given: str) -> None:
+        prepare(store, *given)
+        store._files = Killing(store._files)
 
-    status = in_fork(work)
-    assert status in (0, -signal.SIGKILL)
-    return status == 0
+    mirroring.Store.__init__ = wrap
+    upload(run, ended=True)
 
 
 @pytest.fixture
@@ -325,18 +328,19 @@ def test_down_ends_the_upload(mirrored):
 
 
 def test_a_mirror_in_an_object_store(mirrored, elsewhere, object_store):
-    def work() -> int:
-        mirroring.check_mirror(object_store, "run", ID)
-        for step in (10, 20, 30):
-            save(mirrored, step)
-            Uploader(object_store, mirrored, ID).upload(ended=False)
-        store = mirroring.Store(object_store, "run")
-        bundles = store.list_bundles(mirroring.CHECKPOINTS)
-        assert [30, 20] == [mirroring.number_of(bundle) for bundle in bundles]
-        store._write(f"{bundles[0]}/ckpt-30.index", b"damaged")
-        return fetch(elsewhere, object_store) or 0
+    assert 0 == in_process(_upload_and_damage, mirrored, object_store)
+    assert 20 == in_process(fetch, elsewhere, object_store)
 
-    assert 20 == in_fork(work)
+
+def _upload_and_damage(run: RunFolder, url: str) -> None:
+    mirroring.check_mirror(url, "run", ID)
+    for step in (10, 20, 30):
+        save(run, step)
+        Uploader(url, run, ID).upload(ended=False)
+    store = mirroring.Store(url, "run")
+    bundles = store.list_bundles(mirroring.CHECKPOINTS)
+    assert [30, 20] == [mirroring.number_of(bundle) for bundle in bundles]
+    store._write(f"{bundles[0]}/ckpt-30.index", b"damaged")
 
 
 @pytest.mark.extended
@@ -347,15 +351,15 @@ def test_a_kill_during_each_of_100_uploads_to_an_object_store_loses_no_complete_
     print(f"seed {seed}")
     write_json(mirrored.control / "started.json", {"runtime": "local", "mirror": object_store, "mirror_id": ID})
     provenance.write_note(mirrored)
-    contents = {1: drawn.randbytes(100)}
-    save(mirrored, 1, contents[1])
+    contents = {2: drawn.randbytes(100)}
+    save(mirrored, 2, contents[2])
     assert upload_until(mirrored, sys.maxsize)
-    kills, newest = 0, 1
-    for step in range(2, 250):
+    kills, newest = 0, 2
+    for step in range(3, 250):
         contents[step] = drawn.randbytes(drawn.randrange(2, 5000))
         save(mirrored, step, contents[step])
         done = upload_until(mirrored, drawn.randrange(1, 20))
-        fetched = in_fork(lambda: fetch(elsewhere, object_store) or 0)
+        fetched = in_process(fetch, elsewhere, object_store)
         assert fetched in ([step] if done else [newest, step])
         for end in (".index", ".data-0"):
             assert contents[fetched] == (elsewhere.checkpoints / f"ckpt-{fetched}{end}").read_bytes()
