@@ -80,7 +80,9 @@ def recording(c):
 THREE_FILES_AT_A_TIME = ("--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder")
 """On two cores, too: clusters and commands often wait. The longest files come first, by their folders' names."""
 TESTS = (("tests", "-m", "not long", *THREE_FILES_AT_A_TIME),)
-ALL_TESTS = (("tests", "-m", "not alone", *THREE_FILES_AT_A_TIME), ("tests", "-m", "alone"))
+HOURS = "--timeout=7200"
+"""The seconds that a matrix or a storm may take; pyproject.toml has those of other tests."""
+ALL_TESTS = (("tests", "-m", "not alone", HOURS, *THREE_FILES_AT_A_TIME), ("tests", "-m", "alone", HOURS))
 FAST_TESTS = (("tests", "--ignore=tests/e2e", "-p", "tests.fast", "-r", "fE", *THREE_FILES_AT_A_TIME),)
 """Tests that start neither TensorFlow nor containers nor clusters; see `tests/fast.py`."""
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
