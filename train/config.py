@@ -117,7 +117,7 @@ class TrainConfig:
 
     precision: str = "fp32"
     """Precision of layers: `fp32`, `bf16` or `fp16`. Weights, losses, sums of gradients and exported models stay in
-    float32. With `fp16` losses are scaled, see docs/internals/performance.md."""
+    float32. With `fp16` losses are scaled, see docs/guides/training.md."""
 
     deterministic: bool = True
     """Whether TensorFlow's operations must give the same bits every time, see docs/guides/reproducibility.md."""

@@ -1,6 +1,6 @@
 """Elastic runs: which tasks a run can continue without, when tasks that return are taken in, and an agent's part in it.
 
-The decisions are pure: their caller passes the missing and returned tasks and the time. See docs/guides/faults.md for
+The decisions are pure: their caller passes the missing and returned tasks and the time. See docs/guides/elastic.md for
 the policy. The chief's agent alone changes the tasks of a run, by beginning a generation. A task that a generation
 leaves out runs no program and decides nothing; it reports that it waits, and answers the chief, until a generation
 includes it.
