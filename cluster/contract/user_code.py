@@ -14,13 +14,14 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from cluster.contract import settings
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.system.files import scratch_folder
 from cluster.system.messages import NOISE
+from cluster.system.paths import ROOT
 
 RESULT_FILE = "RESULT_FILE"
 """The environment variable that names the file for the result."""
@@ -28,45 +29,79 @@ RESULT_FILE = "RESULT_FILE"
 ERRORS = {error.exit_code: error for error in (ClusterError, UsageError, PrerequisiteError, TimedOut)}
 
 
-def run(
-    command: Sequence[str],
-    what: str,
-    setting: str,
-    *,
-    cwd: Path,
-    environment: Mapping[str, str],
-    printed: list[bytes] | None = None,
-) -> Any:
-    """Run a program that calls `reply`; return its result, or raise the ClusterError that it replied with.
+class Program(Protocol):
+    """A program that was started, with its process group."""
 
-    Errors call it `what`; `setting` is the key of its timeout in `settings.SECONDS`; `printed` takes the lines that it
-    prints, which go to stderr.
-    """
-    timeout_s = settings.seconds(setting)
-    with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind
-        file = scratch / "result.json"
-        process = subprocess.Popen(
+    stdout: IO[bytes]
+    """Its output and its errors."""
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the code that it ended with, negative for a signal; raise subprocess.TimeoutExpired if it runs."""
+
+    def kill(self) -> None:
+        """Kill it, if it runs, and what it has started."""
+
+
+Start = Callable[[Sequence[str], Mapping[str, str]], Program]
+"""Starts a command in the checkout, with these variables."""
+
+
+class NewProcess:
+    """A program as a new process."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
             command,
             cwd=cwd,
-            env={**environment, RESULT_FILE: str(file), "TMPDIR": str(scratch)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,
             preexec_fn=processes.die_with_parent,
         )
+        assert self._process.stdout is not None
+        self.stdout = self._process.stdout
+
+    def wait(self, timeout_s: float) -> int:
+        return processes.wait(self._process, timeout_s)
+
+    def kill(self) -> None:
+        processes.signal_group(self._process, signal.SIGKILL)
+        self._process.wait()
+
+
+def run(
+    command: Sequence[str],
+    what: str,
+    setting: str,
+    *,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str],
+    printed: list[bytes] | None = None,
+    start: Start | None = None,
+) -> Any:
+    """Run a program that calls `reply`; return its result, or raise the ClusterError that it replied with.
+
+    Errors call it `what`; `setting` is the key of its timeout in `settings.SECONDS`; `printed` takes the lines that it
+    prints, which go to stderr. `start` starts it, in the checkout, where that is faster than a new process.
+    """
+    timeout_s = settings.seconds(setting)
+    with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind
+        file = scratch / "result.json"
+        variables = {**environment, RESULT_FILE: str(file), "TMPDIR": str(scratch)}
+        process = start(command, variables) if start else NewProcess(command, cwd, variables)
         # It closes what it reads.
         printer = threading.Thread(target=_print, args=(process.stdout, printed), daemon=True)
         printer.start()
         try:
-            code = processes.wait(process, timeout_s)
+            code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise TimedOut(
                 f"{what} did not return in {timeout_s:g} s; fix what it waits for, or set {setting} to more seconds"
             ) from None
         finally:
-            processes.signal_group(process, signal.SIGKILL)
-            process.wait()
+            process.kill()
             printer.join(1.0)  # a process that left the group may still hold the pipe
         return _read(file, what, code)
 

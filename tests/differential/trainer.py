@@ -42,9 +42,7 @@ def run_module(command: Sequence[str], log: Path, environment: Mapping[str, str]
 def use_forks() -> None:
     """Let the plan fork the programs that it asks about the user's code, instead of importing TensorFlow in each."""
 
-    def run(
-        command: Sequence[str], what: str, _setting: str, *, cwd: Path, environment: Mapping[str, str], **_others: Any
-    ) -> Any:
+    def run(command: Sequence[str], what: str, _setting: str, *, environment: Mapping[str, str], **_others: Any) -> Any:
         with tempfile.TemporaryDirectory() as scratch:
             file, log = Path(scratch) / "result.json", Path(scratch) / "log"
             process = run_module(command, log, {**environment, user_code.RESULT_FILE: str(file)})
@@ -69,7 +67,7 @@ def plan(case: Case, module: str, name: str, **more: Any) -> Plan:
     verb, *words = data_words(planned.config)
     folder = planned.data_dir
     command = [sys.executable, "-m", "train.data", verb, "--name", planned.config["dataset"], "--data-dir", str(folder)]
-    user_code.run([*command, *words], "the data", "", cwd=Path.cwd(), environment=os.environ)
+    user_code.run([*command, *words], "the data", "", environment=os.environ)
     return planned
 
 

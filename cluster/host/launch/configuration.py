@@ -57,12 +57,18 @@ def resolve_config(
 
 
 def check_config(
-    config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str], *, memory_bytes: int = 0
+    config: dict[str, Any],
+    cluster: ClusterSpec,
+    path: Sequence[str],
+    *,
+    memory_bytes: int = 0,
+    start: user_code.Start | None = None,
 ) -> dict[str, Any]:
     """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
 
     The built-in ones do. Any others, and a model that is cut into stages, are tried: that takes as long as TensorFlow's
-    import. The user's modules are found in the folders of `path`; each stage may hold `memory_bytes`, 0: any amount.
+    import, unless `start` starts a process that has it. The user's modules are found in the folders of `path`; each
+    stage may hold `memory_bytes`, 0: any amount.
 
     Returns:
         What `train.pipeline.stage_models.describe_partition` says of the stages, if there are any, and as `unverified`
@@ -83,7 +89,7 @@ def check_config(
     options = (
         f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}"
     )
-    return _preflight("check", config, cluster, path, options, numbers)
+    return _preflight("check", config, cluster, path, options, numbers, start)
 
 
 def count_memory(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str]) -> dict[str, Any]:
@@ -98,6 +104,7 @@ def _preflight(
     path: Sequence[str],
     options: str,
     numbers: dict[str, int | None],
+    start: user_code.Start | None = None,
 ) -> dict[str, Any]:
     """Run the program of `train/startup/preflight.py`, but no check again while nothing has changed."""
     described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data_dir()), **numbers}
@@ -110,9 +117,9 @@ def _preflight(
         command,
         options,
         "PRESET_TIMEOUT_S",
-        cwd=ROOT,
         environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         printed=printed,
+        start=start,
     )
     if kept:
         keep_trial(kept, began, answer, b"".join(printed).decode(errors="replace"))
@@ -134,7 +141,6 @@ def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: S
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
         f"--preset {preset!r}",
         "PRESET_TIMEOUT_S",
-        cwd=ROOT,
         # For presets that import TensorFlow: no start-up messages, and no GPU taken from a run that trains on it.
         environment={"TF_CPP_MIN_LOG_LEVEL": "3"}
         | os.environ

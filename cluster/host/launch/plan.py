@@ -181,7 +181,8 @@ class Plan(Workload):
     def try_configuration(self) -> dict[str, Any]:
         """Check that model, data and loss fit together; return the result of `configuration.check_config`."""
         path = self.payload.local_path()
-        return configuration.check_config(self.config, self.cluster, path, memory_bytes=self.stage_memory_bytes)
+        limit, start = self.stage_memory_bytes, self.runtime.program_starter
+        return configuration.check_config(self.config, self.cluster, path, memory_bytes=limit, start=start)
 
     @property
     def stage_memory_bytes(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from cluster.contract import user_code
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
@@ -19,7 +20,7 @@ from cluster.host.launch.plan import Plan
 from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
-from cluster.host.runtime.payload import data_words
+from cluster.host.runtime.payload import data_words, python_path
 from cluster.host.view import interrupts
 from cluster.system import files, json_files
 from cluster.system.errors import PrerequisiteError
@@ -60,8 +61,8 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         metrics_server.check_port(plan.options.count("metrics_port"))
         likely = {"onednn": plan.fast_kernels[0]} if plan.chooses_kernels else {}
         plan.runtime.anticipate(plan, plan.compose, plan.config | likely)
-        for command in [] if plan.data else _data_commands(plan):
-            sh(command)
+        if not (plan.data or plan.payload.script):
+            _prepare_data(plan, sh)
         stages = {} if plan.payload.script else plan.try_configuration()
         if plan.chooses_kernels:
             _decide_kernels(plan, stages.get("unverified", {}))
@@ -168,6 +169,19 @@ def _data_commands(plan: Plan) -> list[str]:
         return []
     verb, *words = data_words(plan.config)
     return [data_command(verb, plan.config["dataset"], *words, path=plan.payload.local_path())]
+
+
+def _prepare_data(plan: Plan, sh: Shell) -> None:
+    """Get the data by the command that `_data_commands` returns; a user's function is called from here."""
+    name, (verb, *words) = plan.config["dataset"], data_words(plan.config)
+    if ":" not in name or verb == "shard":
+        sh(*_data_commands(plan))
+        return
+    command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(plan.payload.local_path() or python_path())}
+    start = plan.runtime.program_starter
+    described = user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", environment=variables, start=start)
+    print_lines(f"data: {described}")
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:

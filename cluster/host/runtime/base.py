@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster.contract import user_code
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
@@ -161,6 +162,11 @@ class Runtime(ABC):
 
     def anticipate(self, work: Workload, compose: Mapping[str, Any], config: Mapping[str, Any]) -> None:  # noqa: B027
         """Begin what takes long, before the run's folder exists; it ends with this process unless `start` follows."""
+
+    @property
+    def program_starter(self) -> user_code.Start | None:
+        """What starts programs that call the user's code after what was anticipated; None without that."""
+        return None
 
     @abstractmethod
     def start(self, work: Workload, sh: Shell) -> None:

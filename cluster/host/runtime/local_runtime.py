@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cluster.contract import settings, tf_config
+from cluster.contract import settings, tf_config, user_code
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
@@ -159,6 +159,10 @@ class LocalProcesses(Runtime):
             self._early.end()
         if compose.get("preload"):
             self._early = warm.EarlySupervisor(work.run, compose, config, work.cluster.strategy, work.keep_s)
+
+    @property
+    def program_starter(self) -> user_code.Start | None:
+        return self._early.call if self._early else None
 
     def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
         early, self._early = self._early, None

@@ -1,11 +1,14 @@
-"""The process that will be a local run's supervisor, and imports before the run's folder exists.
+"""The process that imports before a local run's folder exists. A fork of it will be the run's supervisor.
 
     python -m cluster.host.runtime.warm        standard input is its connection to `up`
 
-With `--keep-warm` it is a fork of one that stays, for the next `up` of this checkout. That listens on a socket in the
-user's runtime folder and forks a supervisor for each connection. It has imported and done nothing else, like every
-process that forks (`cluster/system/fork_server.py`). A fork refuses a run that it would not serve as a new process
-would: with other variables or limits, or after a change to what was imported (`cluster/system/loaded.py`).
+Until then the fork starts the programs by which `up` calls the user's code, which would import the same. They have the
+machine's network; the supervisor enters the run's own one.
+
+With `--keep-warm` the process stays, for the next `up` of this checkout. It listens on a socket in the user's runtime
+folder and forks a supervisor for each connection. It has imported and done nothing else, like every process that forks
+(`cluster/system/fork_server.py`). A fork refuses a run that it would not serve as a new process would: with other
+variables or limits, or after a change to what was imported (`cluster/system/loaded.py`).
 """
 
 import contextlib
@@ -25,14 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.contract import settings
+from cluster.contract import settings, user_code
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import namespaces, supervisor
+from cluster.host.runtime.forked_programs import ForkedProgram, receive, receive_number, serve_calls
 from cluster.host.runtime.resources import PRIVATE
 from cluster.system import fork_server, memory, processes
 from cluster.system.errors import EXIT_FAILED
@@ -43,7 +47,7 @@ from cluster.system.paths import ROOT
 OF_RUN = ("RUN_DIR", "TASK", "TF_CONFIG", owner.TOKEN)
 """The variables that differ between runs which one process serves."""
 NO_TOKEN = "0" * 32
-HERE = b"\0"
+HERE, IMPORTED = b"\0", b"\1"
 ANSWER_S = 1.0
 """How long a process that stays may take to say that it is there, before another one imports instead."""
 CHECK_S = 5.0
@@ -62,7 +66,7 @@ class EarlySupervisor:
         self, run: RunFolder, how: Mapping[str, Any], config: Mapping[str, Any], strategy: str, keep_s: float = 0.0
     ) -> None:
         """Take a process that has imported, or let one import, which stays for `keep_s` after its last run."""
-        self._run, self.token, self.pid = run, secrets.token_hex(16), 0
+        self._run, self.token, self.pid, self._imported = run, secrets.token_hex(16), 0, False
         environment = supervisor.variables(how) | {"RUN_DIR": str(run.path), owner.TOKEN: self.token}
         self._order: dict[str, Any] = {"preload": how["preload"], "network": how["network"], "keep_s": keep_s}
         self._order |= {"run": str(run.path), "config": config, "strategy": strategy, "environment": environment}
@@ -78,6 +82,7 @@ class EarlySupervisor:
     def _begin(self) -> None:
         """Let a new process import."""
         end()  # it hangs, or what it imported is of no more use
+        self._imported = False
         self._connection, theirs = socket.socketpair()
         environment = self._order["environment"]
         if self._order["keep_s"]:
@@ -88,6 +93,15 @@ class EarlySupervisor:
         self.process = processes.start_detached(command, environment=environment, stdin=theirs.fileno())
         theirs.close()
         self._tell(self._order)
+
+    def call(self, command: Sequence[str], environment: Mapping[str, str]) -> user_code.Program:
+        """Start a program, once the imports are done, as a fork that has them; as a new process if that fails."""
+        if not self._has_imported() and not self.process:
+            self._begin()
+        if self._has_imported():
+            with contextlib.suppress(OSError):
+                return ForkedProgram(self._connection, command, environment)
+        return user_code.NewProcess(command, ROOT, environment)
 
     def serves(self, run: RunFolder) -> bool:
         """Wait for its imports; return whether it waits for this run. Otherwise it is ended."""
@@ -108,15 +122,25 @@ class EarlySupervisor:
     def hand_over(self) -> None:
         """Let it begin with the run, whose folder is complete."""
         self._tell({})
+        if self.process:
+            self.process.poll()  # it has ended, unless it stays
 
     def _tell(self, what: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the wait for it notices
             self._connection.sendall(json.dumps(what).encode() + b"\n")
 
+    def _has_imported(self) -> bool:
+        with contextlib.suppress(OSError):
+            self._connection.settimeout(supervisor.START_S if self.process else CHECK_S)
+            self._imported = self._imported or self._connection.recv(len(IMPORTED)) == IMPORTED
+        return self._imported
+
     def _is_ready(self) -> bool:
-        self._connection.settimeout(supervisor.START_S if self.process else CHECK_S)
-        with contextlib.suppress(OSError, struct.error):
-            self.pid = self.pid or struct.unpack("i", self._connection.recv(4))[0]
+        """Let it be the supervisor, in the run's network; return whether it is."""
+        if not self.pid and self._has_imported():
+            with contextlib.suppress(OSError):
+                self._tell({})
+                self.pid = receive_number(self._connection) or 0
         return self.pid != 0
 
 
@@ -271,44 +295,36 @@ def _set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message; raise SystemExit once the other side is gone."""
-    text = b""
-    while not text.endswith(b"\n"):
-        if not (part := connection.recv(2**16)):
-            raise SystemExit(EXIT_FAILED)
-        text += part
-    message: dict[str, Any] = json.loads(text)
-    return message
-
-
 def main() -> None:
     """Import what the connection orders, and be the run's supervisor once it says that its folder is complete."""
     began, first, warm = time.time(), socket.socket(fileno=os.dup(0)), None
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    connection, order = first, _receive(first)
+    connection, order = first, receive(first)
     if order["keep_s"]:
         warm = Warm(order, began)
         connection = warm.serve(first)
         if connection is not first:
             connection.sendall(HERE)
-            order = _receive(connection)
+            order = receive(connection)
             warm.check(order)
         processes.replace_variable(owner.TOKEN, order["environment"][owner.TOKEN])
-    _set_variables(order["environment"])
+        _set_variables(order["environment"])
+        warm.complete(_preload(order))
+    else:
+        processes.die_with_parent()
+        _preload(order)
+        if os.fork():  # an import may start a thread, and a process with threads cannot enter a network
+            os._exit(0)
+        os.setsid()
+    connection.sendall(IMPORTED)
+    serve_calls(connection)
     if order["network"] == PRIVATE:
         namespaces.enter()
-    if not warm:
-        processes.die_with_parent()  # not before: to enter a user namespace takes it back
-    chosen = _preload(order)
-    if warm:
-        warm.complete(chosen)
     connection.sendall(struct.pack("i", os.getpid()))
-    _receive(connection)
+    receive(connection)
     connection.close()
-    processes.die_with_parent(0)
     run = RunFolder(Path(order["run"]))
     with open_file(run.log("supervisor"), "ab") as log:
         os.dup2(log.fileno(), 1)

@@ -103,8 +103,8 @@ def test_a_run_gets_what_was_imported_before_its_folder_was_complete(start, monk
     network = "host" if namespaces.refusal() else "private"
     gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1, network=network)
     assert "succeeded" == gang.summary()["state"]
-    first = early[0].pid
-    assert (first, {f"[{first}]"}) == (gang.keeper["pid"], set(loaded_by(gang).values()))
+    assert early[0].pid == gang.keeper["pid"]
+    assert {f"[{early[0].process.pid}]"} == set(loaded_by(gang).values())
 
 
 @pytest.mark.parametrize("network", ["host", "private"])

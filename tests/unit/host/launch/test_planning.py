@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cluster.contract import user_code
 from cluster.contract.run import claim
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, plan, planning, startup, teardown
@@ -21,6 +23,7 @@ from cluster.host.runtime import resources as limits
 from cluster.host.runtime.local_runtime import LocalProcesses
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json, write_json
+from cluster.system.paths import ROOT
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, no_shell, refusal
 
 
@@ -273,6 +276,27 @@ def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, confi
     assert (decided != imports[0]) == any("may vary" in note for note in shown["notes"])  # named before the run starts
     startup.start(planned, no_shell, began=123.0)
     assert (decided, imports) == (read_json(planned.run.config)["onednn"], anticipated)
+
+
+def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_path, capsys):
+    """The result of the data's function is never reused: what it reads may have changed."""
+    config = CONFIG | {"dataset": "mine:data", "model": "mine:model", "onednn": "auto", "deterministic": True}
+    config |= {"loss": "mean_squared_error", "optimizer": {"name": "adam"}}
+    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(config), (tmp_path,), ""))
+    monkeypatch.setattr(supervisor, "start_supervisor", lambda *_: None)
+    programs: list[str] = []
+
+    def start(command: list[str], environment: dict[str, str]) -> user_code.Program:
+        programs.append(command[2])
+        assert str(tmp_path) in environment["PYTHONPATH"].split(os.pathsep)
+        value = "9 examples" if command[2] == "train.data" else {"unverified": ALL_REPEAT, "files": []}
+        reply = f"import sys\nfrom cluster.contract import user_code\nuser_code.reply(lambda: {value!r})"
+        return user_code.NewProcess([sys.executable, "-c", reply], ROOT, environment)
+
+    monkeypatch.setattr(LocalProcesses, "program_starter", property(lambda _: start))
+    startup.start(planning.plan(Request(name="one", runtime="local", tensorboard_port="0")), no_shell, began=123.0)
+    assert ["train.data", "train.startup.preflight"] == programs
+    assert "data: 9 examples\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

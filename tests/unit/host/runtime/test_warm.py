@@ -5,18 +5,23 @@ import resource
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cluster.contract import user_code
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import ending
 from cluster.host.runtime import namespaces, supervisor, warm
 from cluster.system import loaded, processes
+from cluster.system.errors import TimedOut
 from cluster.system.json_files import read_json
+from cluster.system.paths import ROOT
 from tests.support.gang import Gang
 from tests.support.launching import no_shell
 from tests.support.waiting import wait_for
@@ -244,3 +249,71 @@ os.kill(os.getpid(), 9)
     pid, process = done.stdout.split()
     assert "None" == process
     wait_for(lambda: not processes.start_ticks(int(pid)), "its end")
+
+
+def call(order: warm.EarlySupervisor, lines: str) -> Any:
+    """Let it run a program that replies with an expression in its last line."""
+    *body, value = textwrap.dedent(lines).strip().splitlines()
+    body = ["import os, sys, time", "from cluster.contract import user_code", *body]
+    program = "\n".join([*body, f"sys.exit(user_code.reply(lambda: {value}))"])
+    return user_code.run(
+        [sys.executable, "-c", program], "it", "PRESET_TIMEOUT_S", environment=os.environ, start=order.call
+    )
+
+
+@pytest.mark.parametrize("keep_s", [0.0, STAYS_S])
+@pytest.mark.parametrize("network", ["host", "private"])
+def test_programs_that_call_the_users_code_share_the_imports_and_the_machines_network(module, capfd, keep_s, network):
+    if network == "private" and namespaces.refusal():
+        pytest.skip("no private network here")
+    run = RunFolder(module.parent / "none")
+    order = warm.EarlySupervisor(run, HOW | {"network": network}, {}, "one", keep_s)
+    here = str(Path("/proc/self/ns/net").readlink())
+    shared = """
+    print("printed")
+    ["theirs" in sys.modules, os.readlink("/proc/self/ns/net"), os.getcwd(), os.environ.get("RUN_DIR")]
+    """
+    for _ in range(2):
+        assert [True, here, str(ROOT), os.environ.get("RUN_DIR")] == call(order, shared)
+    assert "printed\nprinted\n" == capfd.readouterr().err
+    assert order.serves(run)
+    assert (network == "host") == (here == str(Path(f"/proc/{order.pid}/ns/net").readlink()))
+    order.end()
+
+
+def test_a_program_that_hangs_is_killed_with_what_it_started_and_the_next_one_runs(module, tmp_path, monkeypatch):
+    order = warm.EarlySupervisor(RunFolder(tmp_path / "none"), HOW, {}, "one")
+    monkeypatch.setenv("PRESET_TIMEOUT_S", "3")
+    hanging = f"""
+    child = os.fork()
+    open({str(tmp_path / "pids")!r}, "a").write(f"{{os.getpid()}} ")
+    time.sleep(600)
+    """
+    with pytest.raises(TimedOut):
+        call(order, hanging)
+    pids = (tmp_path / "pids").read_text().split()
+    assert 2 == len(pids)
+    wait_for(lambda: not any(processes.start_ticks(int(pid)) for pid in pids), "the end of both")
+    assert "next" == call(order, "'next'")
+    assert order.serves(RunFolder(tmp_path / "none"))
+    order.end()
+
+
+def test_a_program_ends_with_the_command_that_called_it(module, tmp_path):
+    lines = f"""
+from tests.unit.host.runtime.test_warm import *
+order = warm.EarlySupervisor(RunFolder(Path("/none")), HOW, {{}}, "one")
+call(order, "open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid()) + ' ')\\ntime.sleep(600)")
+"""
+    with subprocess.Popen([sys.executable, "-c", lines], cwd=ROOT) as calling:
+        pid = wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the program")
+        calling.kill()
+    wait_for(lambda: not processes.start_ticks(int(pid)), "its end")
+
+
+def test_without_the_imports_a_new_process_runs_the_program(module):
+    order = warm.EarlySupervisor(RunFolder(module.parent / "none"), HOW, {}, "one")
+    assert order.process
+    order.process.kill()
+    assert 7 == call(order, "7")
+    assert not order.serves(RunFolder(module.parent / "none"))
