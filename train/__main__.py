@@ -1,11 +1,11 @@
 """The training program of one task.
 
     python -m train --run-dir runs/RUN                               train according to cluster.json and config.json
-    there python -m train --print-config [--preset P] [-- --epochs 1 ...]  check a configuration and print it as JSON
+    python -m train --print-config [--preset P] [-- --epochs 1 ...]  check a configuration and print it as JSON
 
-A task waits at the gate until the cluster is complete. Then parameter servers and their workers serve, the evaluator
-evaluates, and all others build the same strategy, model and data, restore the newest checkpoint and train from that
-step. `train/program.py` has these parts; this file starts before TensorFlow is imported.
+A task waits at the gate until its cluster is complete. Parameter servers and their workers then run a server, the
+evaluator evaluates, and all other tasks build the same strategy, model and data, restore the newest checkpoint and
+train from its step. `train/program.py` implements this; the present file runs before TensorFlow is imported.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
-    """Return the checked configuration, or the help of its options if that was requested."""
+    """Return the checked configuration as JSON, or its help text if that was requested."""
     base = TrainConfig.from_json(read_json(options.base)) if options.base else None
     try:
         resolved = overrides.resolve_config(options.preset, options.overrides, base, options.cores)
@@ -74,7 +74,7 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
 
 
 def train(run: RunFolder) -> int:
-    """Run this task's part of the run; return the exit code, which tells the agent what to do next."""
+    """Run this task's part of the run; return the exit code, from which the agent decides what to do next."""
     # Imports TensorFlow, unless this process was forked from one that has.
     preload.load(run.load_config(), run.load_cluster().strategy)
     from train import program
@@ -112,9 +112,9 @@ def train(run: RunFolder) -> int:
 
 
 def _stand_by(run: RunFolder) -> Callable[[], None]:
-    """Form the cluster of the standby processes, prepare to train with it, and wait at the gate; return the training.
+    """Form the standby processes' cluster, prepare to train in it, wait at the gate, and return the training function.
 
-    Messages during that time, such as the end of this cluster, are irrelevant for the log.
+    Output until then is discarded: messages such as the loss of this cluster do not belong in the log.
     """
     from train.program import Program
 
@@ -129,7 +129,7 @@ def _stand_by(run: RunFolder) -> Callable[[], None]:
 
 
 def wait_at_gate() -> None:
-    """Wait until the agent reports that the cluster is complete, and its generation. Without an agent, do not wait."""
+    """Wait until the agent reports a complete cluster and sends its variables. Without an agent, do not wait."""
     if "GATE_FD" in os.environ:
         with os.fdopen(int(os.environ["GATE_FD"]), "rb") as gate:
             if not (line := gate.readline()):

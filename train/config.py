@@ -24,7 +24,7 @@ __all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
 
 MODELS = ("two_conv_cnn", "resnet50", "transformer_lm")
 REPEATABLE = ("two_conv_cnn",)
-"""Models whose bits repeat with oneDNN's kernels. Those of a ResNet's 1x1 convolutions with stride 2 do not."""
+"""Models that are bitwise repeatable with oneDNN's kernels. A ResNet's 1x1 convolutions with stride 2 are not."""
 LOSSES = ("sparse_categorical_crossentropy", "mean_squared_error")
 CALLBACKS = ("tutorial",)
 OPTIONAL = ("callbacks", "metrics")
@@ -59,7 +59,7 @@ REFERENCES = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that determines what is computed, but not where."""
+    """The settings that determine what a run computes, as opposed to where."""
 
     preset: str = "fashion_mnist"
     """Name of the preset of this configuration."""
@@ -68,11 +68,11 @@ class TrainConfig:
     """`custom`: our own loop, many steps in one `tf.function`. `fit`: Keras's `Model.fit`."""
 
     source: str = "memory"
-    """`memory`: arrays, read at the start. `stream`: TFRecord shards written by `invoke data.shard`. `function`:
-    the result of `dataset`, a function of (split, shard), in each task, see docs/guides/data.md."""
+    """`memory`: arrays, loaded at the start. `stream`: TFRecord shards written by `invoke data.shard`. `function`:
+    `dataset` is a function of (split, shard), which each task calls; see docs/guides/data.md."""
 
     num_outputs: int | str = ""
-    """Classes of whole-number labels if `source` is `function`: `10`, or for several heads `digit=10,parity=2`."""
+    """Number of classes of integer labels if `source` is `function`: `10`, or for several heads `digit=10,parity=2`."""
 
     dataset: str = "fashion_mnist"
     """`fashion_mnist`, `mnist`, or `package.module:function` that returns NumPy arrays (docs/guides/your-model.md).
@@ -83,28 +83,28 @@ class TrainConfig:
 
     loss: str = "sparse_categorical_crossentropy"
     """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,
-    outputs) -> `[B] float32`, the loss of every example. For a model with several outputs one for each
-    head, `head=loss,head=loss`, or one function of the dictionaries; see docs/guides/your-model.md."""
+    outputs) -> `[B] float32`, one loss per example. A model with several outputs takes one per head,
+    `head=loss,head=loss`, or one function of both dictionaries; see docs/guides/your-model.md."""
 
     loss_weights: str = ""
-    """Factors of the losses of a model with several outputs, `head=0.5,head=2`; the default is 1."""
+    """Loss weights of a model with several outputs, such as `head=0.5,head=2`; 1 by default."""
 
     init_from: str = ""
-    """Source of the initial weights: a run or a file, set by `up --init-from`; empty: they are random."""
+    """Source of the initial weights: a run or a file, set by `up --init-from`; empty for random weights."""
 
     freeze: str = ""
-    """Layers that are not trained: names or patterns such as `block_*`, separated by commas."""
+    """Layers to exclude from training: names or patterns such as `block_*`, separated by commas."""
 
     metrics: str = ""
-    """Further metrics of evaluations: `package.module:function`, which returns a dictionary of functions (labels,
-    outputs) -> `[B] float32`."""
+    """Additional evaluation metrics: `package.module:function` that returns a dictionary of functions (labels, outputs)
+    -> `[B] float32`."""
 
     callbacks: str = ""
-    """None; `tutorial`: checkpoint, TensorBoard and learning rate by epoch, early stopping; or
+    """Empty for none; `tutorial`: per-epoch weights, TensorBoard, learning rate by epoch and early stopping; or
     `package.module:function`: (run folder, task's name) -> list of Keras callbacks. Works in both loops."""
 
     global_batch: int = 192
-    """Examples in one optimizer step, over all replicas; at least 1."""
+    """Examples per optimizer step, over all replicas; at least 1."""
 
     epochs: float = 3.0
     """Passes over the training data; above 0."""
@@ -116,59 +116,58 @@ class TrainConfig:
     """Seed of the weights and of the order of the data, 0 to 2**31 - 1."""
 
     precision: str = "fp32"
-    """Precision of layers: `fp32`, `bf16` or `fp16`. Weights, losses, sums of gradients and exported models stay in
-    float32. With `fp16` losses are scaled, see docs/guides/training.md."""
+    """Compute precision of layers: `fp32`, `bf16` or `fp16`. Weights, losses, gradient sums and exported models stay in
+    float32. `fp16` uses loss scaling, see docs/guides/training.md."""
 
     deterministic: bool = True
-    """Whether TensorFlow's operations must give the same bits every time, see docs/guides/reproducibility.md."""
+    """Whether TensorFlow's operations must be bitwise repeatable, see docs/guides/reproducibility.md."""
 
     threads: int = 0
-    """Threads of an operation in each task; 0: the number of the machine's cores. Sums are divided among them, so the
-    bits depend on it: with `deterministic` the number is recorded when a run begins, and does not change."""
+    """Intra-op threads of each task; 0: one per core of the machine. Sums are divided among them, so the bits depend on
+    their number: with `deterministic` it is recorded when a run begins, and does not change."""
 
     onednn: str = "auto"
-    """`on`, `avx512`, `avx2` or `off`: whether the CPU computes with oneDNN's kernels, which can be twice as fast;
-    `avx512` and `avx2` limit them to these instructions. `auto`: `on` for the two-conv CNN, whose bits repeat; with
-    `--no-deterministic` TensorFlow's choice; otherwise, for your model in fp32, the instructions of this processor with
-    which the bits of all its operations repeat, else `off`. Recorded when a run begins
-    (docs/guides/reproducibility.md)."""
+    """`on`, `avx512`, `avx2` or `off`: whether the CPU uses oneDNN's kernels, which can be twice as fast, and with
+    which instruction set at most. `auto`: `on` for the two-conv CNN, which is then bitwise repeatable; TensorFlow's
+    choice with `--no-deterministic`; otherwise, for your model in fp32, the instruction set of this processor with
+    which all its operations are repeatable, else `off`. Recorded when a run begins (docs/guides/reproducibility.md)."""
 
     bitwise_elastic: int = 0
-    """Virtual shards of the global batch, so that any number of replicas up to this gives the same bits, also when it
-    changes during the run; the global batch must be divisible by it. 0: none, one shard per replica."""
+    """Number of virtual shards of the global batch, which must be divisible by it. Any number of replicas up to this
+    gives the same bits, even if it changes during the run. 0: no virtual shards, one shard per replica."""
 
     micro_batches: int = 1
-    """Equal parts of the batch of each replica or virtual shard, which are computed sequentially. Their gradients are
-    added up before the update, so that memory holds the activations of one. See docs/guides/accumulation.md."""
+    """Gradient accumulation: equal parts of the batch of each replica or virtual shard, computed sequentially before
+    one update, so that memory holds the activations of only one. See docs/guides/accumulation.md."""
 
     steps_per_loop: int = 25
-    """Most optimizer steps in one `tf.function` call; a stop takes effect between two calls. At least 1."""
+    """Maximum number of optimizer steps per `tf.function` call; a stop takes effect between calls. At least 1."""
 
     log_every: int = 10
-    """Optimizer steps between two rows in metrics/ and two points in TensorBoard; at least 1. They are written when
-    a call of `steps_per_loop` ends."""
+    """Optimizer steps between rows in metrics/ and points in TensorBoard; at least 1. Both are written at the end of
+    each call, see `steps_per_loop`."""
 
     checkpoint_every: int | str = timer.AUTO
-    """Interval of checkpoints: optimizer steps such as `200`, seconds such as `30s`, at least 0.1, or `auto`, which
-    minimizes the lost time by the cost of a save and the frequency of failures. After a failure `auto` saves the first
-    new step at once, as any interval does if all new steps were lost. Seconds are the chief's, and all tasks save after
-    the same step; in `fit` with callbacks under parameter servers at the end of an epoch. One checkpoint is always
-    written at the end."""
+    """Checkpoint interval: optimizer steps such as `200`, seconds such as `30s` (at least 0.1), or `auto`, which
+    minimizes the lost time, given the cost of a save and the frequency of failures. After a failure, `auto` saves right
+    after the first new step, as any interval does if the failed generation finished no checkpoint. Seconds are measured
+    by the chief, and all tasks save after the same step; `fit` with callbacks under parameter servers saves at the end
+    of an epoch. A final checkpoint is always written."""
 
     check_replicas: int | str = timer.AUTO
-    """When the copies of the weights in all replicas are compared, bit for bit, to find silent corruption: `auto`
-    before every checkpoint, snapshot and export, a number also after so many optimizer steps, and 0 never. Where they
-    differ, the task is named, and the run continues from the state kept before."""
+    """When to compare the copies of the weights in all replicas, bit for bit, to detect silent corruption: `auto`
+    before every checkpoint, snapshot and export; a number also at this interval of optimizer steps; 0 never. If copies
+    differ, the faulty task is named, and the run continues from the previously saved state."""
 
     memory_snapshots: bool = True
-    """Whether each task keeps its newest state in memory, twice, at up to 2 % of the time, so that a restart of its
-    program repeats no step. Parameter servers keep none."""
+    """Whether each task keeps its two newest states in memory, in up to 2 % of the time, so that a restart of its
+    program repeats no steps. Not under parameter servers."""
 
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; at least 1."""
 
     evaluate_every: int = 0
-    """Optimizer steps between two evaluations; 0: at the end of every epoch."""
+    """Optimizer steps between evaluations; 0: at the end of every epoch."""
 
     optimizer: Optimizer = field(default_factory=Optimizer)
     """The optimizer."""
@@ -177,10 +176,10 @@ class TrainConfig:
     """The size of `transformer_lm`."""
 
     pipeline: Pipeline = field(default_factory=Pipeline)
-    """How stages work together."""
+    """How the stages of a pipeline work together."""
 
     def check(self) -> TrainConfig:
-        """Return this configuration if every value is in its range."""
+        """Return this configuration; raise UsageError if a value is invalid or conflicts with another."""
         check_types(self)
         for name, (low, high) in RANGES.items():
             check_range(name, getattr(self, name), low, high)
@@ -234,7 +233,7 @@ class TrainConfig:
         compatibility.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
     def pin(self, cores: int = 0) -> TrainConfig:
-        """Return this configuration with the machine's settings that affect bits.
+        """Return this configuration with `threads` and `onednn` resolved as far as bits depend on the machine.
 
         Args:
             cores: cores of each task; 0 for those of this machine.
@@ -249,7 +248,7 @@ class TrainConfig:
         return dataclasses.replace(self, threads=threads, onednn=onednn)
 
     def check_references(self) -> TrainConfig:
-        """Return this configuration if all of its references exist, on the host before the run starts."""
+        """Return this configuration; raise UsageError if a reference does not exist on this host."""
         for field_name, reference in self.references():
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset, which sharding checks
@@ -258,7 +257,7 @@ class TrainConfig:
         return self
 
     def references(self) -> list[tuple[str, str]]:
-        """Return each field that may have a user's reference with its references, such as the loss of each head."""
+        """Return (field, value) of each field that may name the user's code; `loss` occurs once per head."""
         named = [(name, operator.attrgetter(name)(self)) for name in REFERENCES if name != "loss"]
         return named + [("loss", loss) for loss in heads.parse_losses(self.loss).values()]
 
@@ -268,7 +267,7 @@ class TrainConfig:
         return list(dict.fromkeys(folder for name in named if (folder := references.code_dir(name))))
 
     def needs_tf_keras(self, strategy: str) -> bool:
-        """Whether this needs tf_keras under a strategy, a key of `strategies.STRATEGIES`."""
+        """Whether this configuration needs tf_keras under a strategy, a key of `strategies.STRATEGIES`."""
         return self.loop == "fit" and strategies.get(strategy).legacy_fit
 
     @property
@@ -281,7 +280,7 @@ class TrainConfig:
 
     @property
     def rate_is_set(self) -> bool:
-        """Whether callbacks may set the learning rate, which must then be a number without schedule and warm-up."""
+        """Whether callbacks may set the learning rate, which must then be a number without schedule or warm-up."""
         return bool(self.callbacks) and self.optimizer.schedule == "constant"
 
     @property
@@ -303,14 +302,14 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
-        """Return the configuration from the result of `to_json`, also of a version that had further settings."""
+        """Parse the result of `to_json`; ignore settings that this version does not have, with a warning."""
         parts = {"optimizer": Optimizer, "transformer": Transformer, "pipeline": Pipeline}
         nested = {name: part(**_known(part, value[name], f"{name}.")) for name, part in parts.items()}
         return cls(**(_known(cls, value) | nested)).check()
 
 
 def _known(part: type[Any], value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of settings that a part of the configuration has; warn of others."""
+    """Return the settings that this dataclass of the configuration has; warn of others."""
     known = {item.name for item in fields(part)}
     if unknown := [option(prefix + name) for name in value if name not in known]:
         print(

@@ -24,14 +24,14 @@ from train.telemetry.positions import Positions
 
 @dataclass(frozen=True)
 class TaskContext:
-    """A task's part of a run.
+    """A task's configuration, cluster, model and data.
 
     Attributes:
         strategy: the strategy in whose scope `model` was built.
         new_model: builds the same architecture with plain variables, outside the strategy.
         stop: set when the task must stop.
-        task_stages: the stages of the model, if there are any.
-        gang: the strategy by which all tasks agree and share an evaluation; with stages another one.
+        task_stages: the stages of a pipeline; None if the model is not cut.
+        gang: the strategy for collectives between all tasks; with stages it differs from `strategy`.
     """
 
     run: RunFolder
@@ -70,30 +70,30 @@ class TaskContext:
         return self.config.total_steps(self.source.train_examples)
 
     def epoch_of(self, step: int) -> int:
-        """Return the epoch, from 0, of the step after `step` steps.
+        """Return the 0-based epoch of the step that follows `step` steps.
 
-        A batch that ends one epoch and begins the next belongs to the former. So some epochs have one step more than
-        others, and epochs never drift away from the examples.
+        A batch that spans two epochs belongs to the first. So some epochs have one more step than others, and epochs
+        never drift away from the examples.
         """
         return step * self.config.global_batch // self.source.train_examples
 
     def epoch_begin(self, step: int) -> int:
-        """Return the steps done before the epoch of the step after `step`."""
+        """Return the number of steps before the epoch of the step that follows `step`."""
         return -(-self.epoch_of(step) * self.source.train_examples // self.config.global_batch)
 
     def epoch_end(self, step: int) -> int:
-        """Return the steps done at the end of the epoch of the step after `step`."""
+        """Return the number of steps at the end of the epoch of the step that follows `step`."""
         return -(-(self.epoch_of(step) + 1) * self.source.train_examples // self.config.global_batch)
 
     def new_policy(self) -> GradientPolicy:
-        """Build the optimizer and its gradient policy, with variables on the devices of the model's."""
+        """Build the optimizer and its gradient policy, with variables on the same devices as the model's."""
         with self.strategy.scope():
             build = self.task_stages.build_optimizer if self.task_stages else None
             optimizer = optimizers.build_for_model(self.config, self.model, self.total_steps, build)
             return optimizers.build_policy(self.config, optimizer)
 
     def new_train_step(self, policy: GradientPolicy, *, unrolled: bool = False) -> TrainStep:
-        """Build a step of the gradient policy's optimizer; `unrolled`: its graph has each micro-batch once."""
+        """Build a training step; if `unrolled`, its graph repeats the operations per micro-batch instead of looping."""
         config, replicas = self.config, 1 if self.asynchronous else self.strategy.num_replicas_in_sync
         return TrainStep(
             self.model,
@@ -107,7 +107,7 @@ class TaskContext:
         )
 
     def worker_records(self) -> list[StepRecord]:
-        """Return the records of the steps of parameter servers' workers; otherwise none."""
+        """Return the step record of each worker under parameter servers; empty under other strategies."""
         workers = self.spec.of(Role.WORKER) if self.asynchronous else ()
         return [StepRecord(self.run, worker.name, self.generation) for worker in workers]
 

@@ -1,4 +1,4 @@
-"""The settings of TensorFlow and Keras without which a repeated run gives other bits."""
+"""Settings of TensorFlow and Keras that make a run bitwise repeatable."""
 
 import os
 
@@ -13,7 +13,7 @@ from train.patches import exact_order
 
 
 def configure_threads(config: TrainConfig) -> None:
-    """Set the numbers of threads. Call before any device is used: the first one fixes those of a process."""
+    """Set the numbers of threads. Call before any device is used, because that fixes them for the process."""
     tf.config.threading.set_intra_op_parallelism_threads(config.threads)
     for name, value in settings.one_core_threads().items():
         os.environ.setdefault(name, value)

@@ -15,7 +15,7 @@ POLL_S = 0.5
 
 
 def evaluate_checkpoints(context: TaskContext) -> None:
-    """Evaluate new checkpoints until a stop, and then the newest one if necessary."""
+    """Evaluate new checkpoints until the task is stopped, and then the newest one if it is still new."""
     run, heartbeat, stop, name = context.run, context.heartbeat, context.stop, context.task.name
     metrics = Metrics(run, name, prints=True, resumed_at=sys.maxsize)
     evaluate = context.new_evaluation()
@@ -44,7 +44,7 @@ def evaluate_checkpoints(context: TaskContext) -> None:
 
 
 def _find_new(folder: Path, done: set[int], unreadable: set[tuple[int, int] | None]) -> Saved | None:
-    """Return the newest intact checkpoint, unless it was evaluated; older ones no longer matter."""
+    """Return the newest intact checkpoint; None if it has been evaluated, as older ones no longer matter."""
     for saved in list_finished(folder):
         if saved.step in done:
             return None

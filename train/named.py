@@ -1,6 +1,6 @@
-"""A value, or several by name: the features of a model with several inputs, the labels of one with several outputs.
+"""Functions of a value, or of a dictionary of values by name as for a model with several inputs or outputs.
 
-A single value of a plain model is a dictionary for the others, with the names of the data. Standard library only.
+The names are those in the data. Standard library only.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ Named = Any
 
 
 def each(function: Callable[..., Any], value: Named, *others: Named) -> Named:
-    """Map a function over a value, or over each value of dictionaries with the same names."""
+    """Apply a function to a value, or to each value of dictionaries with the same names."""
     if not isinstance(value, Mapping):
         return function(value, *others)
     return {name: function(item, *(other[name] for other in others)) for name, item in value.items()}
@@ -23,5 +23,5 @@ def leaves(value: Named) -> list[Any]:
 
 
 def in_words(value: Named) -> dict[str, Any]:
-    """Return the values by their label in error messages: the quoted name after a space; empty for a single value."""
+    """Return values by their label in error messages: a space and the quoted name, or empty for a single value."""
     return {f" {name!r}": item for name, item in value.items()} if isinstance(value, Mapping) else {"": value}

@@ -20,10 +20,11 @@ SHOWN_CLASSES = 3
 
 
 def predict(run: RunFolder, image: Path | None, features: Path | None = None) -> list[str]:
-    """Return the predictions of the exported model as lines: the likeliest classes first, or the values.
+    """Return the predictions of the exported model as lines of text: the likeliest classes first, or the values.
 
-    The JSON file `features` has one example: nested lists, or a dictionary of them for several inputs. Raises
-    PrerequisiteError if the run has no export yet, UsageError if a file is not an image or example it takes.
+    The JSON file `features` holds one example: nested lists, or a dictionary of them for several inputs. Raises
+    PrerequisiteError if the run has no export yet, UsageError if a file is not an image or an example that the model
+    takes.
     """
     if not (run.export / "saved_model.pb").exists():
         raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `{COMMAND} export {run.name}`")
@@ -87,7 +88,7 @@ def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Read an image in the size of the model's input, `[1, H, W, C] float32` of 0 to 255."""
+    """Read an image at the size of the model's input, `[1, H, W, C] float32` of 0 to 255."""
     shapes = {name: spec.shape.as_list() for name, spec in inputs.items()}
     (name, shape), *others = shapes.items()
     if others or len(shape) != 4 or shape[-1] not in (1, 3):

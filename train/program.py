@@ -1,4 +1,4 @@
-"""The program of a task from its gate to its end. Importing this module imports TensorFlow."""
+"""The work of a task after its gate: serving, evaluating or training. Importing this module imports TensorFlow."""
 
 import functools
 import os
@@ -34,7 +34,7 @@ tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and
 
 _ERRORS = tf.errors
 PEER_LOST = (_ERRORS.UnavailableError, _ERRORS.AbortedError, _ERRORS.CancelledError, _ERRORS.DeadlineExceededError)
-"""Errors which mean that another task of the cluster is lost, rather than a problem in this task."""
+"""Errors that mean the loss of another task of the cluster, rather than a problem in this task."""
 
 
 class Program:
@@ -51,7 +51,7 @@ class Program:
         self.stop = threading.Event()
         self._setup: Setup | None = None
         self._steps: Steps | None = None
-        """What a standby process has prepared and traced."""
+        """Steps that a standby process has traced and compiled."""
 
     def stand_by(self) -> None:
         """Form a cluster with the other standby processes and prepare everything except the newest checkpoint."""
@@ -61,7 +61,7 @@ class Program:
         standby_cluster.report_ready(self.run, self.task.name, self.heartbeat.current.generation, number)
 
     def main(self) -> None:
-        """Do this task's part of the run, a standby process in the generation that the environment now names."""
+        """Run this task; a standby process joins the generation that the environment now names."""
         if self._setup:
             self.heartbeat.update(generation=int(os.environ["GENERATION"]), restarts=int(os.environ["RESTARTS"]))
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
@@ -79,7 +79,7 @@ class Program:
         # Set the handler again, because TensorFlow's server replaces it to detect preemption.
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.run.stop_requested:
-            self.stop.set()  # it arrived during the other handler
+            self.stop.set()  # the request arrived during the other handler
         if self.task.role == Role.CHIEF:
             if self.config.init_from and not self.heartbeat.current.generation:
                 print(self._began, flush=True)
@@ -105,7 +105,7 @@ class Program:
 
         new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)
         task_stages = None
-        if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # which has the whole model
+        if self.spec.kind.staged and self.task.role != Role.EVALUATOR:  # the evaluator has the whole model
             task_stages = TaskStages(self.spec, self.task, config, self.run)
         with scope_strategy.scope(), strategy.precision_policy(precision_of(self.spec.strategy, config.precision)):
             model = task_stages.build(new_model, source.feature_shape) if task_stages else new_model()
@@ -138,7 +138,7 @@ class Program:
 
 
 def rehearse(run: RunFolder) -> None:
-    """Prepare for a later generation, except its cluster."""
+    """Prepare a standby process for a later generation without forming a cluster."""
     config = TrainConfig.from_json(read_json(run.config))
     if rehearsal.can_rehearse(config):
         determinism.configure_threads(config)
@@ -146,7 +146,7 @@ def rehearse(run: RunFolder) -> None:
 
 
 def explain(error: Exception) -> ClusterError | None:
-    """Translate an error for which another attempt cannot help to one line; None for other errors."""
+    """Return a one-line error for a failure that a restart cannot fix; None for other errors."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return RunFailed(f"the disk is full ({system_error(error)}); free space, then `{COMMAND} up --resume` this run")
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):

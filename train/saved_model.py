@@ -1,4 +1,4 @@
-"""Uses the checkpoints and exports of a run in one process without a strategy.
+"""Evaluates, exports or predicts with the trained model of a run, in one process without a strategy.
 
 python -m train.saved_model evaluate --run-dir runs/RUN [--data-dir data]
 python -m train.saved_model export   --run-dir runs/RUN [--data-dir data] [--serving FOLDER]
@@ -122,7 +122,7 @@ def export(run: RunFolder, data_dir: Path) -> int:
 def _restore(
     run: RunFolder, data_dir: Path, *, as_trained: bool = False
 ) -> tuple[Source, TrainConfig, keras.Model, int]:
-    """Return a run's data, configuration and model with the newest checkpoint, and its step.
+    """Return a run's data and configuration, its model with the newest checkpoint's weights, and that step.
 
     The model computes in float32, or with `as_trained` in the precision of the run.
     """
@@ -167,4 +167,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # otherwise TensorFlow waits indefinitely at the interpreter's end for a batch from Python
+    os._exit(code)  # otherwise TensorFlow waits indefinitely for a batch from Python at interpreter exit

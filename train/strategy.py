@@ -1,4 +1,4 @@
-"""The tf.distribute strategy of a cluster, and the servers of parameter servers and their workers."""
+"""The tf.distribute strategy of a cluster, and the gRPC servers of parameter servers and their workers."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def configure_devices(devices: int) -> list[str]:
 
 
 def check_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the GPUs of this process, no fewer than planned: a task with GPUs must not train on CPUs unnoticed."""
+    """Return the GPUs of this process; raise PrerequisiteError if planned ones are missing, rather than use CPUs."""
     gpus: list[tf.config.PhysicalDevice] = tf.config.list_physical_devices("GPU")
     assigned = int(os.environ.get(GPUS_GIVEN, "0"))
     if len(gpus) < assigned:
@@ -63,7 +63,7 @@ def _multiworker(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strate
 
 
 def serve_chief(task: Task, threads: int) -> None:
-    """Serve the chief of a parameter-server cluster until this process ends; `threads` is per operation, 0 for all."""
+    """Serve the chief as a parameter server or worker until this process ends; `threads` per operation, 0 for all."""
     if GPUS_GIVEN in os.environ:
         check_gpus()
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -107,7 +107,7 @@ BUILDERS: dict[str, Callable[[ClusterSpec, list[str]], tf.distribute.Strategy]] 
     "multiworker": _multiworker,
     "ps": lambda *_: tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver()),
     "tpu": _tpu,
-    # It forms the cluster, and tasks agree by it; no variable is created in it.
+    # Used to form the cluster and for collectives between tasks; no variable is created in its scope.
     "pipeline": lambda spec, devices: BUILDERS["multiworker" if spec.members else "one"](spec, devices),
 }
 """Builder of each strategy in `cluster.contract.strategies`: (cluster, this task's devices) -> strategy."""
@@ -117,10 +117,10 @@ POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"
 
 @contextlib.contextmanager
 def precision_policy(precision: str) -> Iterator[None]:
-    """Set the precision in which layers compute that are built inside.
+    """Context manager that sets the compute precision of layers built inside.
 
-    Their weights stay in float32. Models that are built outside, such as the exported one, compute in float32. A policy
-    that the user's module has set when it was imported stays, unless a precision is given.
+    Their weights stay in float32, and models built outside, such as the exported one, compute in float32. With `fp32`,
+    a policy that the user's module set on import is kept.
     """
     if precision != "fp32":
         keras.mixed_precision.set_global_policy(POLICIES[precision])

@@ -1,4 +1,4 @@
-"""The actions of a training, except callbacks and reports: checks, traces, evaluations, checkpoints."""
+"""Actions of the training loop, except callbacks and reports: checks, traces, evaluations, checkpoints."""
 
 import contextlib
 import functools
@@ -24,13 +24,13 @@ from train.telemetry.report import Report
 
 
 class CheckFinite(Action):
-    """Ends the training with an error that names the step if numbers are NaN or infinite.
+    """Ends the training with an error that names the step if the loss is NaN or infinite.
 
-    A flipped bit can be the cause; then the replicas still differ, and the run continues from an earlier state.
+    A flipped bit can be the cause. The replicas then still differ, and the run continues from an earlier state.
     """
 
     def __init__(self, policy: GradientPolicy, compare: Callable[[int], object]) -> None:
-        """Set the function that raises an error if the replicas differ after a step; all tasks have the same losses."""
+        """`compare` raises an error if replicas differ after a step. All tasks have the same losses, and so call it."""
         self._policy, self._compare = policy, compare
 
     def after(self, progress: CallProgress) -> None:
@@ -45,10 +45,10 @@ class CheckFinite(Action):
 
 
 class EndTraining(Action):
-    """Ends the training at its last step, or when a task requests it."""
+    """Ends the training at its last step, or when any task requests it."""
 
     def __init__(self, total: int, any_stops: Callable[[], bool]) -> None:
-        """Set the total steps; `any_stops`: whether callbacks of any task end the training."""
+        """End after `total` steps; `any_stops` returns whether callbacks of any task end the training."""
         self._total, self._any_stops = total, any_stops
 
     def next(self, _step: int) -> int:
@@ -63,9 +63,9 @@ class EndTraining(Action):
 
 
 class Trace(Action):
-    """Traces some steps of this task by TensorFlow's profiler, as `invoke profile` requests.
+    """Traces some steps of this task with TensorFlow's profiler, as `invoke profile` requests.
 
-    Requests do not change the number of steps of a call, so that other tasks are not affected.
+    A request does not change the number of steps of a call, so other tasks are not affected.
     """
 
     def __init__(self, run: RunFolder, task: str) -> None:
@@ -121,7 +121,7 @@ class Trace(Action):
 
 
 class Evaluate(Periodic):
-    """Evaluates on the test split, every so many steps or at the end of each epoch."""
+    """Evaluates on the test split every `evaluate_every` steps, or at the end of each epoch."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Evaluate(Periodic):
         new_evaluation: Callable[[], Callable[[], dict[str, float]]],
         callbacks: Callbacks | None,
     ) -> None:
-        """`new_evaluation` returns a function that evaluates; all tasks call it."""
+        """`new_evaluation` is a factory of the evaluation function, which all tasks call."""
         steps = context.config.evaluate_every
         super().__init__(every(steps) if steps else context.epoch_end)
         self._report, self._new_evaluation = report, new_evaluation
@@ -138,7 +138,7 @@ class Evaluate(Periodic):
 
     @functools.cached_property
     def _measure(self) -> Callable[[], dict[str, float]]:
-        return self._new_evaluation()  # reads the test split, for which the first step need not wait
+        return self._new_evaluation()  # created late, so that the first step does not wait for the test split
 
     def after(self, progress: CallProgress) -> None:
         if self.due(progress):
@@ -149,13 +149,13 @@ class Evaluate(Periodic):
             self._report.evaluate(step, self._measure)
 
     def catch_up(self, first: int) -> None:
-        """On resuming, run the evaluation that a stop has prevented."""
+        """On resuming, run the evaluation that was due when the training stopped."""
         if 0 < first < self._total and self.next(first - 1) == first != self._report.evaluated_at:
             self.evaluate(first)
 
 
 class Save(Periodic):
-    """Saves a checkpoint at some steps, or when its timer requests it."""
+    """Saves a checkpoint at fixed steps, or when its timer requests one."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Save(Periodic):
         first: int,
         prepare: Callable[[int], object],
     ) -> None:
-        """Save a training from step `first`, whose state `prepare` prepares; only the chief's timer decides."""
+        """Save a training from step `first` on; call `prepare` before each save. Only the chief's timer decides."""
         interval = context.config.checkpoint_every
         super().__init__(every(parse_interval(interval)[0]))
         past = Past.read(context.run, context.generation, first) if context.chief else None
@@ -185,11 +185,11 @@ class Save(Periodic):
 
 
 class KeepSnapshot(Action):
-    """Keeps the state in memory after calls, as often as that takes at most `SHARE` of the time."""
+    """Keeps snapshots of the state in memory after calls, in at most `SHARE` of the time."""
 
     SHARE = 0.02
     AHEAD_S = 10.0
-    """Head start in seconds, so that the first calls, which are short, can be kept as well."""
+    """Head start of the clock in seconds, so that snapshots can follow the first, short calls as well."""
 
     def __init__(
         self,
@@ -198,9 +198,9 @@ class KeepSnapshot(Action):
         prepare: Callable[[int], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep the state that `prepare` prepares, which returns for how many seconds it waited for slower tasks.
+        """`prepare` is called before each snapshot and returns the seconds that it waited for slower tasks.
 
-        The next step would wait for them otherwise, so that this costs nothing.
+        These are not a cost, because the next step would otherwise wait as long.
         """
         self._snapshots, self._checkpoint, self._prepare = snapshots, checkpoint, prepare
         self._clock, self._began = clock, clock() - self.AHEAD_S

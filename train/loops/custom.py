@@ -17,7 +17,7 @@ from train.pipeline.pipeline_steps import PipelineSteps
 
 
 def prepare(context: TaskContext) -> Setup:
-    """Prepare everything except the newest checkpoint."""
+    """Prepare a training up to the restore of the newest checkpoint."""
     if not context.config.bitwise_elastic:  # virtual shards must not depend on each other
         with context.strategy.scope():
             batch_normalization.synchronize_batch_normalization(context.model, context.strategy.num_replicas_in_sync)
@@ -25,7 +25,7 @@ def prepare(context: TaskContext) -> Setup:
 
 
 def rehearse_steps(setup: Setup) -> Steps:
-    """Trace and compile the steps in a standby process, without changing any weight; return them."""
+    """Trace and compile the steps in a standby process, without changing weights; return them."""
     setup.gather(0)
     steps = _synchronous(setup, 0)
     steps(0, 0)
@@ -33,9 +33,9 @@ def rehearse_steps(setup: Setup) -> Steps:
 
 
 def train(setup: Setup, rehearsed: Steps | None = None) -> None:
-    """Train from the newest checkpoint to the end or to a stop, then save, evaluate and report.
+    """Train from the newest checkpoint to the end or a stop, then save, evaluate and report.
 
-    `rehearsed` are the steps, if they are traced already.
+    `rehearsed` are the steps if they have been traced already.
     """
     context, config = setup.context, setup.context.config
     first = setup.restore()
@@ -77,7 +77,7 @@ def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
 
 def _asynchronous(setup: Setup) -> AsynchronousSteps:
     context, config = setup.context, setup.context.config
-    # A remote worker hangs in a loop that counts before another one.
+    # Unroll, because a remote worker hangs in a loop that counts unmasked positions before another loop.
     train_step = context.new_train_step(setup.policy, unrolled=masks.may_begin_in(context.model))
     return AsynchronousSteps(
         context.strategy,

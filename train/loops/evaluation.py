@@ -19,7 +19,7 @@ from train.model.objectives import Objective
 from train.named import Named
 
 MOST_EXAMPLES = 500
-"""Most test examples per replica and step."""
+"""Maximum number of test examples per replica and step."""
 
 
 def replica_batch(source: Source) -> int:
@@ -62,7 +62,7 @@ def new_evaluation(
 def add_totals(
     totals_N2M: tf.Tensor, place: tf.Tensor, objective: Objective, examples: Batch, outputs_BK: Named
 ) -> tf.Tensor:
-    """Fill in a batch's sums of the reported values, and the numbers of examples or unmasked positions in them."""
+    """Write a batch's weighted sums of reported values, and of examples or unmasked positions, to row `place`."""
     totals_M2 = []
     for function in objective.reported.values():
         with masks.sum_only() as counts:
@@ -75,13 +75,13 @@ def add_totals(
 def summarize(totals_N2M: np.ndarray, objective: Objective, penalty: float) -> dict[str, float]:
     """Return the results of an evaluation from the totals of each batch, in the order of `reported`.
 
-    Each replica has filled in different batches. They are the same at any number of replicas, and so are the results.
-    `penalty` is the regularization, which the loss contains as that of a step and Keras's `val_loss` do.
+    The batches, of which each replica fills in some, are the same at any number of replicas, and so are the results.
+    `penalty` is the regularization, which the loss includes, as in training and in Keras's `val_loss`.
     """
     sums, counts = totals_N2M.astype(np.float64).cumsum(0)[-1].tolist()
     parts = zip(objective.reported, sums, counts, strict=True)
     means = {f"eval_{name}": total / count if count else 0.0 for name, total, count in parts}
-    if objective.heads:  # each may have a different mask
+    if objective.heads:  # heads may have different masks
         losses = (head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
         means["eval_loss"] = sum(losses)
     return means | {"eval_loss": means["eval_loss"] + penalty}

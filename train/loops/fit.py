@@ -1,7 +1,7 @@
 """`--loop fit`: Keras's `Model.fit`, with the same data order, actions and report as the custom loop.
 
-Keras 3 provides it, repaired for several tasks by `train/patches/`. Under parameter servers tf_keras provides it,
-because Keras 3 does not support them. The choice is made before TensorFlow is imported (`train/startup/preload.py`).
+It is Keras 3's `fit`, patched for several tasks by `train/patches/`, or under parameter servers, which Keras 3 does not
+support, tf_keras's. The choice is made before TensorFlow is imported (`train/startup/preload.py`).
 
 Shapes: B replica batch, K outputs.
 """
@@ -38,7 +38,7 @@ from train.telemetry.timing import Times
 
 
 def train(context: TaskContext) -> None:
-    """Train from the newest checkpoint to the end or to a stop, then save, evaluate and report."""
+    """Train from the newest checkpoint to the end or a stop, then save, evaluate and report."""
     config, model = context.config, context.model
     with context.strategy.scope():
         batch_normalization.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
@@ -54,12 +54,12 @@ def train(context: TaskContext) -> None:
         central_storage.let_replicas_assign([*model.variables, *optimizer.variables])
     with context.strategy.scope():
         micro_batches = MicroBatches(context, setup.policy) if config.micro_batches > 1 else None
-        if not micro_batches and not context.asynchronous:  # there Keras logs whole epochs only
+        if not micro_batches and not context.asynchronous:  # under parameter servers Keras logs only epochs
             separate_steps(model, optimizer)
         # XLA over collectives on CPU crashes the process.
         model.compile(optimizer, **compile_arguments(context), jit_compile=False)
         model.optimizer = optimizer  # without Keras's loss scaling, see `train/model/gradients.py`
-    evaluation = context.new_evaluation()  # not in the strategy's scope, as inside `fit`
+    evaluation = context.new_evaluation()  # here, because `fit` would create it in the strategy's scope
     training = Training(setup, first, lambda: evaluation)
     setup.checkpoint.prepare()
     training.begin()
@@ -72,17 +72,16 @@ def train(context: TaskContext) -> None:
             epochs=times,
             steps_per_epoch=count,
             callbacks=[callback],
-            shuffle=False,  # the data is in its order already
+            shuffle=False,  # the data is already shuffled
             verbose=0,
         )
     training.end(loop.step, callback.stop)
 
 
 def compile_arguments(context: TaskContext) -> dict[str, Any]:
-    """Return the losses and scores for `compile`: one, or one for each of several outputs.
+    """Return the losses and metrics for `compile`: one, or one for each of several outputs.
 
-    Scores are unweighted, as in evaluation and in the custom loop. Of several heads only the first one's score is
-    computed, as in the custom loop.
+    As in the custom loop, scores are unweighted, and of several heads only the first one's score is computed.
     """
     objective, classifies, shapes = context.objective, context.source.classifies, context.source.label_shape
     heads: Named = objective.heads or objective
@@ -91,7 +90,7 @@ def compile_arguments(context: TaskContext) -> dict[str, Any]:
         score = _Score(_Compared(objective.score, classifies, shapes), objective.score_name)
         return {"loss": losses, "metrics": [score]}
     name, first = next(iter(objective.heads.items()))
-    # With several heads, Keras puts the head's name before that of a metric.
+    # With several heads, Keras prefixes a metric's name with the head's.
     score_name = first.score_name if len(classifies) > 1 else objective.score_name
     return {
         "loss": losses,
@@ -115,14 +114,14 @@ class _Compared:
 
 
 class _Loss(keras.losses.Loss):
-    """A loss of each example for Keras, which takes its mean over the global batch."""
+    """A per-example loss for Keras, which averages it over the global batch."""
 
     def __init__(self, function: _Compared) -> None:
         super().__init__(name="loss")
         self._function = function
 
     def __call__(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
-        """Return the mean. Keras would apply the mask again, by each replica's number of positions."""
+        """Return the mean. Hide the mask, which Keras would apply again, by each replica's number of positions."""
         self._mask = masks.mask_of(y_pred)
         return super().__call__(y_true, tf.identity(y_pred), sample_weight)
 
@@ -133,7 +132,7 @@ class _Loss(keras.losses.Loss):
 
 
 class _Score(keras.metrics.Mean):
-    """The mean of a score of each example."""
+    """The mean of a per-example score."""
 
     def __init__(self, function: _Compared, name: str) -> None:
         super().__init__(name)
@@ -144,9 +143,9 @@ class _Score(keras.metrics.Mean):
 
 
 def separate_steps(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    """Make Keras log the loss and score of each step, as the custom loop does, not means since the epoch began.
+    """Make Keras log each step's loss and score, as the custom loop does, instead of means over the epoch so far.
 
-    Random numbers follow from the step and the replica, see `train/patches/placed_seeds.py`.
+    Random numbers are then derived from the step and the replica, see `train/patches/placed_seeds.py`.
     """
     train_step = model.train_step
 
@@ -160,11 +159,11 @@ def separate_steps(model: keras.Model, optimizer: keras.optimizers.Optimizer) ->
 
 
 class MicroBatches:
-    """Replaces a model's `train_step` by the one of the custom loop, and keeps its metrics."""
+    """Gradient accumulation: replaces a model's `train_step` with that of the custom loop, and keeps its metrics."""
 
     def __init__(self, context: TaskContext, policy: GradientPolicy) -> None:
         """Call inside the strategy's scope, with a model that passes `check_micro_batches`."""
-        # Loops of several replicas that read the same variables of one device wait for each other indefinitely.
+        # Loops of several replicas deadlock if they read the same variables of one device.
         central = isinstance(context.strategy, tf.distribute.experimental.CentralStorageStrategy)
         self._step = context.new_train_step(policy, unrolled=central)
         self._means = [keras.metrics.Mean(name) for name in ("loss", context.objective.score_name)]
@@ -212,7 +211,7 @@ def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -
 
 
 def check_optimizers(model: keras.Model, replicas: int) -> None:
-    """Check that no optimizer of a model itself creates its variables in a `train_step` of several replicas."""
+    """Check that no optimizer of the model itself would create variables inside `train_step` on several replicas."""
     parts = {name: part for name, part in vars(model).items() if isinstance(part, keras.optimizers.Optimizer)}
     if replicas > 1 and (unbuilt := [name for name, optimizer in parts.items() if not optimizer.built]):
         raise UsageError(
@@ -222,12 +221,12 @@ def check_optimizers(model: keras.Model, replicas: int) -> None:
 
 
 def warn_of_sum(model: keras.Model, replicas: int) -> None:
-    """Report a `train_step` that does not divide its loss by the replicas, whose gradients optimizers add up."""
+    """Warn of a `train_step` that does not divide its loss by the number of replicas, whose gradients are summed."""
     theirs = [vars(each).values() for each in type(model).__mro__ if not each.__module__.startswith("keras.")]
     methods = [getattr(method, "python_function", method) for methods in theirs for method in methods]
     used = set().union(*(_names_in(method.__code__) for method in methods if inspect.isfunction(method)))
     scaling = {"compute_loss", "_compute_loss", "compute_average_loss", "scale_loss_for_distribution"}
-    scaling |= {"num_replicas_in_sync", "train_step"}  # the last is super's
+    scaling |= {"num_replicas_in_sync", "train_step"}  # the last for `super().train_step`
     if replicas > 1 and models.find_override(model) == "train_step" and not scaling & used:
         print(
             f"warning: the gradients of {replicas} replicas are added up, and {type(model).__name__}.train_step does "
@@ -243,10 +242,10 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 class ActionsCallback(keras.callbacks.Callback):
-    """Keras's only callback, which runs the actions of the training between some of Keras's batches.
+    """The only callback that Keras gets; it runs the actions of the training between some of Keras's batches.
 
-    A call of the loop is several of Keras's batches; under parameter servers, where Keras calls back only when an epoch
-    ends, it is one of Keras's epochs. The user's callbacks are called for each batch and do not notice these epochs.
+    A call of the loop is several of Keras's batches; under parameter servers, where Keras calls back only at the end of
+    an epoch, it is one of Keras's epochs. The user's callbacks are called for each batch and do not see these epochs.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class ActionsCallback(keras.callbacks.Callback):
         """Values of each step of the call so far."""
         self._batch_s: list[float] = []
         self.stop = Stop.END if training.finished else None
-        """The reason if training stops."""
+        """Why training stops; None while it continues."""
         if not context.asynchronous:
             # Under parameter servers Keras refuses callbacks that have these methods.
             self.on_train_batch_begin = self._on_batch_begin
@@ -269,14 +268,14 @@ class ActionsCallback(keras.callbacks.Callback):
 
     @property
     def step(self) -> int:
-        """Steps done, with those of an unfinished call."""
+        """Steps done, including those of an unfinished call."""
         return self._loop.step + len(self._results)
 
     def next_epochs(self) -> tuple[int, int]:
-        """Return the steps of Keras's next epoch, and the number of such epochs in one call of `fit`.
+        """Return the number of steps in Keras's next epoch, and the number of such epochs in the next call of `fit`.
 
-        Under parameter servers an epoch is as short as a call of the custom loop, unless the user's callbacks count in
-        epochs, which have different lengths, so that each needs a separate call.
+        Under parameter servers, an epoch is as short as a call of the custom loop. With the user's callbacks it is a
+        whole epoch; these have different lengths, so that each needs a separate call of `fit`.
         """
         context, step = self._context, self.step
         left = context.total_steps - step
@@ -315,7 +314,7 @@ class ActionsCallback(keras.callbacks.Callback):
         if self._training.callbacks:
             self._training.callbacks.end_batch(step, 1, values)
         if len(self._results) == self._call_steps:
-            # The parts of a step are unknown: Keras gets the batch from the iterator inside it.
+            # Waiting for input cannot be told apart: Keras gets the batch from the iterator inside the step.
             self._end_call(sum(self._batch_s), Times(np.array(self._batch_s)))
 
     def on_epoch_end(self, _epoch: int, logs: dict[str, float] | None = None) -> None:
@@ -371,6 +370,6 @@ def _data(context: TaskContext, first: int) -> Any:
         return keras.utils.experimental.DatasetCreator(task_dataset)
     if context.spec.kind.collective:  # each task prepares its part of every batch
         return context.strategy.distribute_datasets_from_function(task_dataset)
-    # Keras 3 divides global batches itself. The number of shards is that of the custom loop.
+    # Keras 3 splits global batches itself. The number of shards is that of the custom loop.
     replicas = context.strategy.num_replicas_in_sync if source.sharded else 1
     return task_dataset(tf.distribute.InputContext(num_replicas_in_sync=replicas))

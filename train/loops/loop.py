@@ -14,7 +14,7 @@ from train.loops.steps import LoopResult, Request
 from train.saving.timer import following_steps
 
 Steps = Callable[[int, int, Request], LoopResult]
-"""Does optimizer steps: (steps done before, steps to do, requests of this task) -> result."""
+"""A function that does optimizer steps: (steps done before, steps to do, requests of this task) -> result."""
 
 
 class Stop(enum.Enum):
@@ -28,25 +28,25 @@ class Stop(enum.Enum):
 
 @dataclass(frozen=True)
 class CallProgress:
-    """The optimizer steps of the newest call."""
+    """The optimizer steps of the call that has just ended."""
 
     first: int
-    """Steps done before them."""
+    """Steps done before the call."""
     result: LoopResult
     seconds: float
     compiled: bool
-    """Whether their time includes tracing and compiling."""
+    """Whether `seconds` includes tracing and compiling."""
 
     @property
     def step(self) -> int:
-        """Steps done after them."""
+        """Steps done after the call."""
         return self.first + len(self.result.losses)
 
 
 class Action:
-    """Work before and after calls; by default none.
+    """Hooks before and after calls; by default they do nothing.
 
-    All tasks have the same actions in the same order: the first runs last before a call and first after it.
+    All tasks have the same actions in the same order. They nest: the first runs last before a call and first after it.
     """
 
     def next(self, _step: int) -> int:
@@ -54,41 +54,40 @@ class Action:
         return sys.maxsize
 
     def before(self, step: int) -> None:
-        """Prepare a call after `step` steps."""
+        """Prepare a call that begins after `step` steps."""
 
     def after(self, progress: CallProgress) -> Stop | None:
-        """Act on a call. A reason to stop, the same in all tasks, ends the training before the following actions."""
+        """Act on a call. Returning a reason to stop, the same in all tasks, ends the training before later actions."""
 
 
 class Periodic(Action):
-    """An action that is due at some steps. A call ends at each of them."""
+    """An action that is due at certain steps, at each of which a call ends."""
 
     def __init__(self, following: Callable[[int], int]) -> None:
-        """`following` returns the next of these steps after a step."""
+        """`following` returns the first such step after a step."""
         self._following = following
 
     def next(self, step: int) -> int:
         return self._following(step)
 
     def due(self, progress: CallProgress) -> bool:
-        """Whether the call reached one of these steps."""
+        """Whether the call reached a step at which the action is due."""
         return self.next(progress.first) <= progress.step
 
 
 def every(steps: int) -> Callable[[int], int]:
-    """Return the function from a step to the next multiple of `steps`; there is none for 0."""
+    """Return a function from a step to the next multiple of `steps`, or for 0 to `sys.maxsize`."""
     return lambda step: (step // steps + 1) * steps if steps else sys.maxsize
 
 
 class Loop:
-    """The position of a training in its calls.
+    """The calls of a training, and the actions around each.
 
-    The number of steps of a call follows from the step and from signals that all tasks share, so that all tasks make
-    the same calls.
+    The length of a call depends only on the step and on signals that all tasks share, so all tasks make the same calls.
     """
 
     def __init__(self, first: int, actions: Sequence[Action], *, steps_per_loop: int, single: range = range(0)) -> None:
-        """Begin after step `first`; calls have at most `steps_per_loop` steps, and one after each step in `single`."""
+        """Begin after step `first`. Calls have up to `steps_per_loop` steps, or one if begun at a step in `single`."""
         self.step = self._first = first
         """Steps done."""
         self._actions, self._steps_per_loop, self._single = actions, steps_per_loop, single
@@ -105,7 +104,7 @@ class Loop:
         return end - self.step
 
     def end_call(self, result: LoopResult, seconds: float) -> Stop | None:
-        """Let the actions follow a call that took `seconds`; return the reason if training stops."""
+        """Run the actions after a call that took `seconds`; return the reason to stop, or None."""
         progress = CallProgress(self.step, result, seconds, compiled=self.step == self._first)
         self.step = progress.step
         self._max_steps = following_steps(self._max_steps, self._steps_per_loop, brief=result.signals.brief)
@@ -115,7 +114,7 @@ class Loop:
         return None
 
     def run(self, steps: Steps, request: Request) -> Stop:
-        """Train until an action stops it."""
+        """Train until an action returns a reason to stop; return the reason."""
         stop = None
         while stop is None:
             count = self.begin_call()

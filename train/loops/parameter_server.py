@@ -19,10 +19,10 @@ from train.loops.train_step import Computed, TrainStep, cut_part, repeat
 class AsynchronousSteps:
     """Does asynchronous steps: (steps done before, steps to do, requests of the chief) -> result.
 
-    A step is one worker's update from a whole global batch. With arrays and random-access sources, the batch follows
-    from the step's number, and each example is seen once an epoch with any number of workers. With a stream or the
-    dataset of a function, each worker reads in a different order. Two updates may start from the same weights, which is
-    why runs under this strategy do not repeat bit for bit.
+    A step is one worker's update from a whole global batch. With arrays and random-access sources, the batch is
+    determined by the step number, and each example is seen once per epoch with any number of workers. With a stream or
+    the dataset of a function, each worker reads in a different order. Two updates may start from the same weights, so
+    runs under this strategy are not bitwise repeatable.
 
     The slice of a worker that died is scheduled again. The result of each step is recorded on a parameter server after
     its update, and a recorded step is not repeated: only the step in which the worker died can update some or all
@@ -39,14 +39,14 @@ class AsynchronousSteps:
         seed: int,
         steps_per_loop: int,
     ) -> None:
-        """Prepare the steps; the records of the workers get the last step of each slice once all are done."""
+        """Prepare the steps; the step records `workers` get the last step of each slice once all slices are done."""
         self._strategy, self._train_step, self._source = strategy, train_step, source
         self._batch_slice = BatchSlice(train_step.global_batch, seed)
         self._workers = workers
         self._no_results = tf.fill([steps_per_loop, 2], math.nan)  # NaN: not done yet
         with strategy.scope():
             self._recorded_S2 = tf.Variable(self._no_results, trainable=False, name="recorded")
-        # A separate call, so that it can be waited for.
+        # A separate function, so that a control dependency can wait for all of it.
         self._one_step = tf.function(self._trace_step, autograph=False)
         self._slice = tf.function(self._trace_slice, autograph=False)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)

@@ -1,9 +1,9 @@
-"""Silent corruption: the copies of the weights in all replicas are compared, bit for bit.
+"""Detection of silent corruption: compares the copies of the weights in all replicas, bit for bit.
 
-Synchronous replicas apply the same update to the same weights, so all copies have the same bits unless a processor or
-a memory module has changed some (Dixit et al., "Silent Data Corruptions at Scale", arXiv:2102.11245). What a
-checkpoint or a snapshot in memory is about to save is compared first. Where copies differ, the run continues from
-the state saved before.
+Synchronous replicas apply the same update to the same weights, so all copies have the same bits unless a processor or a
+memory module has changed some (Dixit et al., "Silent Data Corruptions at Scale", arXiv:2102.11245). The copies are
+compared before every checkpoint and in-memory snapshot. If they differ, the run continues from the previously saved
+state.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from train.saving.trees import unwrap
 
 
 class ReplicasDiffer(ClusterError):
-    """The weights of some replica have other bits; all tasks restart."""
+    """The weights of the replicas differ; all tasks restart."""
 
     def __init__(self, message: str, *, faulty: bool) -> None:
-        """Set the exit code, by which the agents name a `faulty` task and no other."""
+        """Set the exit code, by which the agents tell a `faulty` task from the others."""
         super().__init__(message)
         self.exit_code = EXIT_BUG if faulty else EXIT_PEER_LOST
 
@@ -47,10 +47,10 @@ class ReplicaCheck(Periodic):
         variables: Callable[[], Sequence[Any]],
         gather: Callable[[int], Sequence[int]],
     ) -> None:
-        """Prepare the comparison by `gather`, a collective operation that collects the numbers of all replicas' tasks.
+        """Prepare comparisons with `gather`, a collective operation that collects a number from each replica's task.
 
-        `interval` is the number of steps between two comparisons besides those before a checkpoint; `auto`: none; 0: no
-        comparison. `variables` returns the variables, of either Keras.
+        `interval` is the number of steps between comparisons in addition to those before saves; `auto` for only these,
+        0 for none at all. `variables` returns the variables, of either Keras.
         """
         self._active = spec.copies_weights and interval != 0
         super().__init__(every(interval if self._active and isinstance(interval, int) else 0))
@@ -65,15 +65,15 @@ class ReplicaCheck(Periodic):
             self.compare(progress.step)
 
     def compare(self, step: int, *, again: bool = False) -> float:
-        """Compare all copies after `step` steps, where all tasks call it; raise ReplicasDiffer if their bits differ.
+        """Compare all copies after `step` steps, at which all tasks call this; raise ReplicasDiffer if they differ.
 
-        The copies of a step are compared once, unless this is to happen `again`. Returns for how many seconds this
-        waited for slower tasks: what the exchange took longer than the shortest one.
+        A step is compared only once, unless `again` is set. Returns the seconds that this waited for slower tasks,
+        estimated as the excess over the shortest exchange so far.
         """
         if not self._active or (step == self._compared_at and not again):
             return 0.0
         own = digests(self._variables(), self._devices)
-        # One number for each task: equal ones mean equal copies, and a task whose own copies differ stands out.
+        # One number per task: equal numbers mean equal copies, and a task whose own copies differ stands out.
         number = own[0] if len(set(own)) == 1 else hash((self._task, *own))
         began = time.monotonic()
         numbers = list(self._gather(number))[:: self._devices] if len(self._tasks) > 1 else [number]
@@ -84,9 +84,9 @@ class ReplicaCheck(Periodic):
             self._compared_at = step
             return exchange_s - self._shortest_s
         named = [name for name, found in zip(self._tasks, numbers, strict=True) if found != common]
-        if 2 * votes <= len(numbers) or not named:  # no majority, or the copies of the only task
+        if 2 * votes <= len(numbers) or not named:  # no majority, or a single task's copies differ
             named = self._tasks
-        with contextlib.suppress(tf.errors.OpError):  # a task that ended now would keep its number from the others
+        with contextlib.suppress(tf.errors.OpError):  # ending now would withhold this task's number from others
             self._gather(0)
         raise ReplicasDiffer(
             f"silent corruption: after step {step} copies of the weights differ in {' and '.join(named)}; a processor "
@@ -97,10 +97,10 @@ class ReplicaCheck(Periodic):
 
 
 def copied_variables(model: Any, policy: GradientPolicy) -> list[Any]:
-    """Return the variables whose copies must be equal: weights, also frozen ones, and what the updates depend on.
+    """Return the variables whose copies must be equal: float weights, frozen or not, and the state of updates.
 
-    Seeds and whole numbers of layers may differ by design, and so may what replicas only bring together to read it. In
-    moving averages, which are a mean over replicas, a difference lasts until the next step.
+    Left out are seeds and integer state of layers, which may differ by design, and ON_READ variables, which are only
+    merged when read. In moving averages, which are means over replicas, a difference lasts until the next step.
     """
     on_read = tf.VariableSynchronization.ON_READ
     weights = [each for each in model.weights if tf.as_dtype(each.dtype).is_floating]
@@ -124,9 +124,9 @@ class FlipBit(Action):
     """Flips a bit of a weight or of an optimizer's variable in one replica, as `invoke chaos flip` requests."""
 
     BITS = range(12, 30)
-    """The next update often rounds lower bits away, without any effect; the highest makes numbers infinite at once."""
+    """The next update often rounds lower bits away, without any effect; a higher one makes numbers infinite at once."""
     LEAST = 1e-30
-    """Numbers that are smaller soon become zero, whichever bit of them changes."""
+    """Numbers of a smaller magnitude soon become zero, whichever bit is flipped."""
 
     def __init__(self, run: RunFolder, task: str, variables: Callable[[], Sequence[Any]], replicas: int) -> None:
         self._run, self._task, self._variables, self._replicas = run, task, variables, replicas
@@ -144,12 +144,12 @@ class FlipBit(Action):
         remove(self._request)
         at, bit = dice.choice(used), dice.choice(self.BITS)
         index, copy = int(dice.choice(places[at])), copy_of(variables[at], replica)
-        values = np.array(copy.numpy())  # that of a scalar is a number, whose bits cannot be changed in place
+        values = np.array(copy.numpy())  # a scalar's `numpy()` cannot be changed in place
         values.reshape(-1).view(np.uint32)[index] ^= np.uint32(1 << bit)
         copy.assign(values)
         name = getattr(variables[at], "path", copy.name)
         self._run.event(self._task, "flipped", step=step, variable=name, index=index, bit=bit, replica=replica)
 
     def _places(self, copy: tf.Variable) -> np.ndarray:
-        """Return the indices of the values that a flipped bit changes for long: `[N] int64`."""
+        """Return the indices of the values in which a flipped bit lasts: `[N] int64`."""
         return np.flatnonzero(np.abs(copy.numpy()) > self.LEAST)

@@ -25,16 +25,16 @@ from train.telemetry.timing import Times
 
 @dataclass(frozen=True)
 class Signals:
-    """The requests of one task, or of any: all tasks see the same sum, so all act on it after the same step."""
+    """Requests of one task, or the union over all tasks, on which all of them act after the same step."""
 
     stop: bool = False
-    """Training ends."""
+    """End the training."""
     save: bool = False
-    """A checkpoint is saved."""
+    """Save a checkpoint."""
     brief: bool = False
-    """Inner calls do fewer steps from now on, so that a checkpoint can follow each."""
+    """Do fewer steps per inner call from now on, so that a checkpoint can follow each."""
     snapshot: bool = False
-    """A snapshot of the state is kept in memory."""
+    """Keep a snapshot of the state in memory."""
 
     def to_array(self) -> np.ndarray:
         """Return an array that can be added up over tasks: `[4] float32`."""
@@ -42,7 +42,7 @@ class Signals:
 
     @classmethod
     def from_sum(cls, sum_4: np.ndarray) -> Signals:
-        """Return the requests of any of the tasks whose arrays were added up."""
+        """Return the union of the requests whose arrays were added up."""
         return cls(*(sum_4 > 0).tolist())
 
 
@@ -63,15 +63,15 @@ class LoopResult:
     """`[S] float32` each: `loss` of each step's global batch before its update, including regularization; mean score of
     the batch, by the score's name."""
     signals: Signals
-    """Requests of any task."""
+    """Union of the requests of all tasks."""
     times: Times | None = None
-    """How long the steps took this task, if that can be measured."""
+    """Times of the steps in this task, if they can be measured."""
 
     @classmethod
     def of_columns(
         cls, results_S2: np.ndarray, objective: Objective, signals: Signals, times: Times | None = None
     ) -> LoopResult:
-        """Return the result of steps from the loss and the score of each."""
+        """Return the result of steps from each step's loss and score, `[S, 2]`."""
         return cls({"loss": results_S2[:, 0], objective.score_name: results_S2[:, 1]}, signals, times)
 
     @property
@@ -100,7 +100,7 @@ class SynchronousSteps:
         self._positions = positions or Positions()
         self._mark_position = self._positions.set if self._timer.works else lambda *_, **__: None
         self._in_parts = train_step.accumulates or train_step.parts > 1
-        # A separate call, so that all of its work is done when its results are there.
+        # A separate function, so that all of its work is done once its results are available.
         self._called_step = tf.function(self._step, autograph=False)
         self._loop = tf.function(self._trace_loop, autograph=False)
         self._input: Any = None if feed.ahead else ()
@@ -177,14 +177,14 @@ class SynchronousSteps:
 
 
 def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
-    """Return a function from this task's number to the numbers of all replicas' tasks; all tasks call it."""
+    """Return a collective function from this task's number to a list of each replica's task's number."""
     replicas = strategy.num_replicas_in_sync
     gather = summing(strategy, lambda replica, number: number * tf.one_hot(replica, replicas, dtype=tf.int64))
     return lambda number: gather(tf.constant(number, tf.int64)).numpy().tolist()
 
 
 def broadcasting(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Return a function from `[N] int64` and a replica to what that replica's task has; all tasks call it."""
+    """Return a collective function (`[N] int64`, replica) -> the array of that replica's task."""
 
     def placed(replica: tf.Tensor, words_N: tf.Tensor, sender: tf.Tensor) -> tf.Tensor:
         return tf.where(replica == sender, words_N, tf.zeros_like(words_N))
@@ -194,7 +194,7 @@ def broadcasting(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray, int]
 
 
 def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
-    """Return a function from this task's signals to those of any task; all tasks call it at the same step."""
+    """Return a collective function from this task's signals to the union of all tasks', to call at the same step."""
     sum_up = summing(strategy)
     return lambda signals: Signals.from_sum(sum_up(tf.constant(signals.to_array())).numpy())
 
@@ -202,7 +202,7 @@ def agreement(strategy: tf.distribute.Strategy) -> Callable[[Signals], Signals]:
 def summing(
     strategy: tf.distribute.Strategy, part: Callable[..., tf.Tensor] = lambda _replica, value: tf.identity(value)
 ) -> Callable[..., tf.Tensor]:
-    """Return a function that adds up over all replicas what `part` returns for each replica's number and arguments."""
+    """Return a collective function that sums `part(replica, *arguments)` over all replicas."""
 
     @tf.function(autograph=False)
     def sum_up(*args: tf.Tensor) -> tf.Tensor:

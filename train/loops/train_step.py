@@ -2,7 +2,7 @@
 
 A replica's batch is cut into M micro-batches, 0 to M - 1. With M = 1 the gradient is used as it is. With more, the
 gradients are added up in float32, one after the other, beginning from zeros: ((0 + g0) + g1) + ... + g(M-1), and so are
-loss and score. A micro-batch is computed once the previous one was added, so memory holds the activations of one. The
+loss and score. A micro-batch starts only after the previous one was added, so memory holds the activations of one. The
 loop is traced once for any M.
 
 Parts of a step:
@@ -10,9 +10,9 @@ Parts of a step:
     once a step          the sum over replicas, unscaling and the check that it is finite, clipping, the update; the
                          update of layers' state, such as moving averages (`train/model/layer_state.py`)
 
-The loss of each example is divided by the global batch, that of each position by the positions in it that no mask
-excludes (`train/model/masks.py`). Losses of the model's layers, such as regularization, are divided by the number of
-replicas and of micro-batches, each of which adds them, so that they count once a step.
+The loss of each example is divided by the size of the global batch, and that of each position by its number of unmasked
+positions (`train/model/masks.py`). Losses of layers, such as regularization, which every micro-batch of every replica
+adds, are divided by the number of both, so that they count once per step.
 
 TensorFlow's Grappler may reorder sums; `train/patches/exact_order.py` prevents that.
 
@@ -39,16 +39,16 @@ from train.saving.trees import unwrap
 
 
 class Computed(NamedTuple):
-    """A replica's results of a step before it exchanges anything."""
+    """A replica's results of a step before any exchange with other replicas."""
 
     gradients: list[Any]
-    """The gradient of its share of the loss for each trainable variable: a tensor, `tf.IndexedSlices` or None."""
+    """Gradient of its share of the loss for each trainable variable: a tensor, `tf.IndexedSlices` or None."""
     loss: tf.Tensor
-    """Its share of the loss, a scalar."""
+    """This replica's share of the loss, a scalar."""
     score: tf.Tensor
-    """Its share of the score, a scalar."""
+    """This replica's share of the score, a scalar."""
     state: list[tf.Tensor]
-    """Its contributions to the state of layers, see `LayerState`."""
+    """This replica's contributions to the state of layers, see `LayerState`."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class TrainStep:
     micro_batches: int = 1
     """Parts of a replica's batch, computed sequentially."""
     unrolled: bool = False
-    """Whether the graph has each micro-batch once, instead of a loop."""
+    """Whether the graph repeats the operations of each micro-batch instead of looping."""
     as_function: bool = False
-    """Whether forward and backward are separate functions, which give the same bits as a stage of a pipeline: where a
-    value has several uses, TensorFlow adds up its gradients in another order in a function than in a tape. It costs
-    processor time. Not for replicas that exchange values while they compute, such as averages of BatchNormalization."""
+    """Whether forward and backward are separate functions, for the bits of a pipeline stage: TensorFlow sums the
+    gradients of a value with several uses in a different order in a function than on a tape. Costs processor time. Not
+    for replicas that exchange values while they compute, such as averages of BatchNormalization."""
 
     def __post_init__(self) -> None:
         summed_gradients.take_summed_gradients(self.policy.optimizer)
@@ -80,7 +80,7 @@ class TrainStep:
 
     @functools.cached_property
     def _connected(self) -> set[int]:
-        """Places of the weights with a gradient in a traced part; Keras neither updates nor decays the others."""
+        """Indices of the weights that have a gradient in a traced part; Keras neither updates nor decays the others."""
         return set()
 
     @property
@@ -90,7 +90,7 @@ class TrainStep:
 
     @property
     def weights(self) -> list[tf.Variable]:
-        """TensorFlow's variables of a model of either Keras."""
+        """The trainable weights as TensorFlow variables, for either Keras."""
         return [unwrap(weight) for weight in self.model.trainable_variables]
 
     @property
@@ -101,12 +101,12 @@ class TrainStep:
     def compute(
         self, batch_of: Callable[[tf.Tensor], Batch], step: tf.Tensor, replica: tf.Tensor, micro_batch: Any = None
     ) -> Computed:
-        """Compute the gradients of this replica's batch or of a micro-batch; or count its positions (`masks.counting`).
+        """Compute the gradients of this replica's batch or micro-batch, or count its positions (`masks.is_counting`).
 
         Args:
             batch_of: the number of a part of the global batch -> its examples.
             step: int64 scalar, optimizer steps done before this one.
-            replica: int64 scalar, this replica's place in the global batch.
+            replica: int64 scalar, this replica's index in the global batch.
             micro_batch: int64 scalar; None if the batch is not cut.
         """
         batch = batch_of(replica if micro_batch is None else replica * self.micro_batches + micro_batch)
@@ -118,16 +118,16 @@ class TrainStep:
         return Computed(gradients, loss, score, state)
 
     def connected(self, gradients: list[Any]) -> list[Any]:
-        """Note which weights have a gradient; return all gradients."""
+        """Record which weights have a gradient; return the gradients unchanged."""
         self._connected.update(place for place, gradient in enumerate(gradients) if gradient is not None)
         return gradients
 
     def without_unconnected(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return gradients of all parts, None instead of zeros for weights that no part has used."""
+        """Return the gradients, with None instead of zeros for weights that no part uses."""
         return [gradient if place in self._connected else None for place, gradient in enumerate(gradients)]
 
     def update(self, computed: Computed) -> tf.Tensor:
-        """Change the weights by the gradient of the global batch, the sum over all replicas.
+        """Update the weights with the gradient of the global batch, the sum over all replicas.
 
         Returns `[parts, 2] float32`: this replica's share of the loss, NaN where training must end, and of the score.
         """
@@ -153,7 +153,7 @@ class TrainStep:
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         """Return a batch's share of the loss and of the score.
 
-        The shares of the loss add up to what one device would compute for the whole batch.
+        The shares of the loss add up to the loss that one device would compute for the whole batch.
         """
         outputs_BK = cast_outputs(self.model(cast_features(self.model, batch.features), training=True))
         with masks.average_over_batch(self._compared(outputs_BK)):
@@ -166,7 +166,7 @@ class TrainStep:
 
     @functools.cached_property
     def masked(self) -> bool:
-        """Whether a mask may reach an output: positions are then counted before a part of a batch is averaged."""
+        """Whether a mask may reach an output, so that positions are counted before a part of a batch is averaged."""
         return masks.may_begin_in(self.model)
 
     def count(self, batch: Batch) -> tf.Tensor:
@@ -200,8 +200,9 @@ class TrainStep:
     ) -> Any:
         """Return the sum over the micro-batches on every replica. Call in cross-replica context.
 
-        Replicas could not exchange anything, such as averages of BatchNormalization, inside separate loops. So `run`,
-        such as `strategy.run`, calls `compute` on every replica with its `args` and the number of a micro-batch.
+        Replicas cannot exchange values, such as averages of BatchNormalization, inside separate loops. So a single loop
+        calls `run`, such as `strategy.run`, which calls `compute` on every replica with its `args` and a micro-batch's
+        number.
         """
         if not self.masked:
             return self._over_micro_batches(run, self._add(compute), run(self.zeros, ()), args)
@@ -242,7 +243,7 @@ class TrainStep:
 
 
 def sum_layer_losses(terms: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the sum of the losses of a model's layers; as in Keras, a term may have a number for each example."""
+    """Return the sum of the losses that layers added; as in Keras, a term may have a value for each example."""
     # AddN's order depends on timing.
     return tf.reduce_sum(tf.stack([tf.reduce_sum(tf.cast(term, tf.float32)) for term in terms]))
 
@@ -279,7 +280,7 @@ def cut_part(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:
-    """Call `state = body(index, state)` for `count` indices from 0, an int64 scalar, and return the last state.
+    """Call `state = body(index, state)` for indices below `count`, an int64 scalar, and return the last state.
 
     At most `parallel` independent calls run at a time. Autograph would compile a `for` loop to the same graph, but
     takes longer to convert all called functions.

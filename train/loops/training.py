@@ -78,7 +78,7 @@ class Training:
         self.agree: Callable[[steps.Signals], steps.Signals] = (
             (lambda signals: signals) if context.asynchronous else steps.agreement(context.gang)
         )
-        """Returns the requests of any task for those of this one; all tasks call it at the same step."""
+        """Collective function from this task's requests to the union of all tasks'; all call it at the same step."""
 
     def begin(self) -> None:
         """Begin the training, or resume it with the state of its callbacks."""
@@ -88,20 +88,21 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether there is no step to do."""
+        """Whether no steps are left."""
         return self.first >= self._context.total_steps or self._stops
 
     def actions(self, *, batches: bool) -> list[Action]:
-        """Return the actions in their order.
+        """Return the actions in order.
 
-        With `batches`, traces and the user's callbacks take a call as a batch; otherwise the caller calls them.
+        With `batches`, they include traces and the user's callbacks, with each call as a batch; otherwise the caller
+        runs both.
         """
         context = self._context
         flip = FlipBit(context.run, context.task.name, self._updated_variables, context.spec.devices)
         every_call = [
             flip if context.spec.copies_weights else None,
             self.trace if batches else None,
-            self.callbacks if batches else None,  # they see a NaN loss, too
+            self.callbacks if batches else None,  # before the check, to see a NaN loss
             CheckFinite(self._setup.policy, self._check.compare),
             self.report,
             EndTraining(context.total_steps, self._any_stops),
@@ -116,9 +117,9 @@ class Training:
         return [action for action in (*every_call, *periodic) if action is not None]
 
     def _prepare(self, step: int) -> float:
-        """Compare the replicas before a state is saved or kept, and store that of callbacks; all tasks call it.
+        """Compare the replicas and store the callbacks' state, before a save or snapshot; all tasks call this.
 
-        Returns for how many seconds this waited for slower tasks.
+        Returns the seconds that this waited for slower tasks.
         """
         waited_s = self._check.compare(step)
         if self.callbacks:
@@ -130,7 +131,7 @@ class Training:
         return copied_variables(self._context.model, self._setup.policy)
 
     def _updated_variables(self) -> list[Any]:
-        """Return the variables of which every replica updates its copy alone, so that a difference lasts."""
+        """Return the variables whose copies every replica updates independently, so that a difference lasts."""
         return [*self._context.model.trainable_variables, *self._setup.policy.optimizer.variables]
 
     def request(self, count: int, until: int) -> steps.Signals:
@@ -150,12 +151,12 @@ class Training:
     def end(self, step: int, stop: Stop) -> None:
         """Save, evaluate and report after the last step."""
         stopped, report = stop is Stop.REQUESTED, self.report
-        self._check.compare(step)  # a callback may then change the weights of one task alone, such as to the best ones
+        self._check.compare(step)  # callbacks may then change one task's weights alone, such as to the best ones
         if self.save.saved_at != step and (stopped or not self.callbacks):
             self.save.save(step)
         if not stopped and report.evaluated_at != step:
             self._evaluate.evaluate(step)
-            self._check.compare(step, again=True)  # that took time, and the weights are exported now
+            self._check.compare(step, again=True)  # the evaluation took time, and the weights are exported next
         if self.callbacks:
             changed = self.callbacks.end(step, stopped=stopped)
             if not stopped:
