@@ -23,7 +23,7 @@ from train.settings import references
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong usage in one line, like all other errors."""
+    """Argument parser that reports usage errors in one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     # Read when TensorFlow is imported: no start-up messages, and no GPU memory taken from a training.
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
-    os.umask(0o022)  # containers read files of root as another user
+    os.umask(0o022)  # containers read root's files as another user
     try:
         arguments = _parser().parse_args(argv)
         calls_function = arguments.command == "prepare" and is_user_dataset(arguments.name)
@@ -68,7 +68,7 @@ def _write(arguments: argparse.Namespace) -> str:
 
 
 def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespace) -> int:
-    """Do work that calls a user's function, which may do anything, in another process, and report its result."""
+    """Run the command in another process, because it calls a user's function, and print the result."""
     if user_code.RESULT_FILE in os.environ:
         return user_code.reply(lambda: _write(arguments))
     command, subject = [sys.executable, "-m", "train.data", *(argv or sys.argv[1:])], f"dataset {arguments.name}"

@@ -3,12 +3,12 @@
     <data_dir>/arrays/<name>-<version>/
         arrays.json  train_features.bin  train_labels.bin  [train_weights.bin]  test_features.bin  test_labels.bin ...
 
-In C order, little endian, without a header. A task reads them inside its graph (`train.data.feeds.load_examples`), as
-remote parameter-server workers must. It takes 0.1 s, where decoding TFDS's 60,000 PNGs takes 5 s at every start of
-every task.
+Arrays are in C order, little endian, without a header. Tasks read them inside their graph
+(`train.data.feeds.load_examples`), as remote parameter-server workers must. That takes 0.1 s; decoding TFDS's 60,000
+PNGs would take 5 s at every start of every task.
 
-A dataset is one of TFDS, by its name, or the user's, named `package.module:function`. The version of the latter is a
-hash of its contents.
+A dataset is named either as in TFDS or as a user's `package.module:function`, in which case its version is a hash of
+its contents.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ VERSIONS = {
 """The known datasets and their versions; other versions may order their examples differently."""
 
 WINDOW = 1024
-"""Bytes of a prepared example of a text, which a training cuts into contexts."""
+"""Bytes per prepared example of a text; training cuts them into contexts."""
 
 TEXTS = ("jargon_file",)
-"""Datasets of the bytes of a text, whose labels are the following bytes."""
+"""Text datasets: features are bytes, and labels the bytes that follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRecord(DatasetRecord):
-    """A dataset in arrays; each file of a split has one of its `leaves`, of all examples."""
+    """A dataset in arrays; each file of a split holds one of its `leaves`, for all examples."""
 
     kind = "arrays"
 
     @classmethod
     def newest_version(cls, data_dir: Path, name: str) -> str:
-        """Return the version of a dataset to use: the known one of TFDS, or the newest prepared one of the user's."""
+        """Return the version to use: the known one of a TFDS dataset, or the newest prepared one of a user's."""
         if is_user_dataset(name):
             return super().newest_version(data_dir, name)
         if name not in VERSIONS:
@@ -81,7 +81,7 @@ class ArrayRecord(DatasetRecord):
         return Split(files[0].num_examples, example, tuple(files))
 
     def cut(self, context: int) -> ArrayRecord:
-        """Return a text with examples of `context` bytes, a divisor of `WINDOW`, from the same files; others as is."""
+        """Return a text dataset cut to examples of `context` bytes, a divisor of `WINDOW`; other datasets unchanged."""
         if self.name not in TEXTS:
             return self
 
@@ -103,10 +103,10 @@ def write_arrays(
     source: str = "",
     source_files: Mapping[str, str] | None = None,
 ) -> ArrayRecord:
-    """Write the arrays of a dataset, replacing earlier ones, and return them; an interrupted call leaves nothing.
+    """Write the arrays of a dataset in place of earlier ones; return their record. An interrupted call leaves nothing.
 
-    `splits` has features, labels and optional weights of "train" and "test", see `Split`. `source` says where they come
-    from, only in the JSON of the record. For others see `ArrayRecord`.
+    `splits` has features, labels and optional weights of "train" and "test", see `Split`. `source` describes their
+    origin, only in the record's JSON. For the other arguments see `ArrayRecord`.
     """
     labels = [arrays[1] for arrays in splits.values()]
     index: dict[str, Any] = {"name": name, "version": version, "classes": classes}

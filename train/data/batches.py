@@ -19,7 +19,7 @@ INFINITE = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
 """Declares a dataset as infinite. Only then does a distributed dataset keep the shapes of its batches."""
 
 EVAL_CACHE_BYTES = 1 << 30
-"""Largest part of the test examples that a task keeps in memory."""
+"""Maximum size of a task's test examples for these to be cached in memory."""
 
 
 class Batch(NamedTuple):
@@ -49,7 +49,7 @@ class Replicas:
 
     @property
     def numbers(self) -> range:
-        """Their numbers among all replicas."""
+        """The numbers of these replicas in the cluster."""
         return range(self.first, self.first + self.count)
 
 
@@ -57,7 +57,7 @@ class Replicas:
 class VirtualShards:
     """The virtual shards of every global batch, assigned to the replicas in order and as evenly as possible.
 
-    A replica computes its shards one after the other. Without `--bitwise-elastic` it has one, its batch.
+    A replica computes its shards sequentially. Without `--bitwise-elastic` it has one shard, its batch.
     """
 
     total: int
@@ -71,12 +71,12 @@ class VirtualShards:
         return -(-self.total // self.replicas)
 
     def first(self, replica: int) -> int:
-        """Return the first shard of a replica; for the replica after the last, the number of all shards."""
+        """Return the first shard of a replica; for `replicas`, the number of all shards."""
         even, more = divmod(self.total, self.replicas)
         return replica * even + min(replica, more)
 
     def list_shards(self, replica: tf.Tensor) -> tf.Tensor:
-        """Return the shards of a replica, `[n] int64`, where `replica` is a tensor, an int64 scalar."""
+        """Return the shards of a replica, `[n] int64`; `replica` is an int64 scalar tensor."""
         firsts = tf.constant(self._firsts, tf.int64)
         return tf.range(firsts[replica], firsts[replica + 1])
 
@@ -97,7 +97,7 @@ class BatchSlice:
     Attributes:
         global_batch: examples of one update over all replicas; a multiple of their number.
         seed: seed of the order.
-        first_step: optimizer updates done before.
+        first_step: optimizer steps done before the first batch.
         replicas: the replicas of the pipeline.
     """
 
@@ -126,11 +126,11 @@ def eval_batches(num_examples: int, *, replica_batch: int, num_replicas: int) ->
 def eval_dataset(
     examples: tf.data.Dataset, split: Split, replica_batch: int, replicas: Replicas, parse: Callable[[Any], Batch]
 ) -> tf.data.Dataset:
-    """Return the test batches of replicas from a dataset of all examples, with the same number for every replica.
+    """Return the test batches of replicas, the same number for each, from a dataset of all examples.
 
-    Over all replicas every example has weight 1 once; padding has weight 0. This task's part is converted once and kept
-    in memory if it fits `EVAL_CACHE_BYTES`; use the whole dataset each time. `parse` converts a replica's part of the
-    examples, `[B, ...]`.
+    Over all replicas, every example has weight 1 exactly once; padding has weight 0. This task's part is converted once
+    and cached in memory if it fits in `EVAL_CACHE_BYTES`, so always iterate over the whole dataset. `parse` converts a
+    replica's part of the examples, `[B, ...]`.
     """
     global_batch = replica_batch * replicas.total
     num_steps = eval_batches(split.num_examples, replica_batch=replica_batch, num_replicas=replicas.total)

@@ -1,8 +1,8 @@
-"""Checks of prepared files when they are read, by hashes of blocks that are recorded when the files are written.
+"""Integrity checks of prepared files on reading, by hashes of blocks that were recorded on writing.
 
-They find damage that does not change the size before anything is trained on it, also on a remote worker: the hash
-(FarmHash's stable 64-bit fingerprint) is an operation of TensorFlow, which any graph can contain. It takes a quarter of
-the time of reading the file.
+They detect damage that does not change a file's size before anything is trained on it, even on remote workers: the hash
+(FarmHash's stable 64-bit fingerprint) is a TensorFlow operation, which any graph can contain. It takes a quarter of the
+time of reading the file.
 """
 
 import json

@@ -50,7 +50,7 @@ COMMANDS = {"arrays": "data.prepare", "shards": "data.shard", "functions": "data
 """The command that prepares a dataset of each kind."""
 
 BLOCK_BYTES = 4 << 20
-"""Size of the blocks by which files are checked, see `train/data/blocks.py`; a file's last one may be smaller."""
+"""Size of the blocks that are checked separately, see `train/data/blocks.py`; a file's last one may be smaller."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,17 @@ class Split:
         return sum(leaf.size_bytes for leaf in self.leaves)
 
     def join(self, values: Iterable[Any]) -> dict[str, Named]:
-        """Return the parts with a value for each of `leaves`."""
+        """Return the parts of an example with its `leaves` replaced by these values, in order."""
         in_order = iter(values)
         return {name: named.each(lambda _: next(in_order), part) for name, part in self.example.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord(abc.ABC):
-    """What is known of a dataset without reading its examples.
+    """Metadata of a dataset, available without reading its examples.
 
     Attributes:
-        classes: the names of the classes, a tuple; empty without names and for quantities.
+        classes: a tuple of class names; empty if they have no names, and for quantities.
         num_outputs: number of classes; for quantities, their number per example.
         source_files: the original files, below the data folder, with their sha256.
     """
@@ -149,7 +149,7 @@ class DatasetRecord(abc.ABC):
 
     @property
     def note(self) -> str:
-        """The end of the description of this dataset."""
+        """Suffix of this dataset's description."""
         return ""
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ class DatasetRecord(abc.ABC):
         """Find a dataset, by default its newest version, and compare the size of every file with its record."""
         version = version or cls.newest_version(data_dir, name)
         path, fix = cls.path(data_dir, name, version), f"run `{command(cls.kind, name)}`"
-        if is_user_dataset(name):  # of which the command may make another version
+        if is_user_dataset(name):  # the command may produce another version
             fix = f"copy {store.path_of(data_dir, cls.kind, name, version)}* from where it is, or {fix}"
         missing, again = f"{name} {version} is not prepared in {data_dir}; {fix}", advice(cls.kind, name)
         record = store.read_index(path, partial(cls.from_json, path.parent), missing, again)
@@ -243,7 +243,7 @@ def is_user_dataset(name: str) -> bool:
 
 def parse_part(part: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Any]) -> Named:
     """Parse the JSON of a part of an example: the entry of one array, or a dictionary of them."""
-    if isinstance(part.get("shape"), list | tuple):  # a dictionary of arrays may have one with that name
+    if isinstance(part.get("shape"), list | tuple):  # in a dictionary, `shape` may be an array's name
         return parse(part)
     return {name: parse(entry) for name, entry in part.items()}
 
@@ -256,7 +256,7 @@ def show_example(example: Mapping[str, Named]) -> str:
 
 
 def stored_dtype(subject: str, part: str, dtype: np.dtype[Any]) -> str:
-    """Return the type in which an array of a part of a split, a key of `DTYPES`, is stored."""
+    """Return the storage type of an array of type `dtype` that is this part of a split, a key of `DTYPES`."""
     if part == "labels" and dtype.kind in "iub":
         return "int64"
     name = "float32" if part == "weights" and dtype.kind in "iub" else STORED.get(dtype.name, dtype.name)
@@ -271,6 +271,6 @@ def stored_dtype(subject: str, part: str, dtype: np.dtype[Any]) -> str:
 def values_in(shape: Sequence[int]) -> int:
     """Return the number of values that a model predicts for quantities, from the shape of an example's labels.
 
-    With several axes it predicts the last axis at every position of the others.
+    With several axes, the model predicts the last axis at every position of the others.
     """
     return shape[-1] if shape else 1

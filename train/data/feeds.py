@@ -1,9 +1,9 @@
 """From examples to the batches of replicas.
 
-Where any example can be read by its number, the examples of a step are a pure function of (seed, step). There is no
-iterator and no iterator state: a run resumes at any step immediately, and any number of replicas that share a global
-batch has the same global batches in the same order. Arrays are gathered inside the step, from host memory of the
-replica's task; all other data comes from an iterator.
+If any example can be read by its number, the examples of a step are a pure function of (seed, step). Without iterator
+state, a run resumes at any step immediately, and the global batches and their order are the same for any number of
+replicas. Arrays are gathered inside the step, from host memory of the replica's task; all other data comes from an
+iterator.
 
 Shapes: N examples, B replica batch, K labels of an example where it has more than one.
 
@@ -107,10 +107,10 @@ def _read_array(file: DataFile, leaf: Leaf, num_examples: int) -> tf.Tensor:
 
 
 def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, num_examples: int) -> tf.Tensor:
-    """Return the numbers of the examples of one replica in one step, `[B] int64`.
+    """Return the numbers of one replica's examples in one step, `[B] int64`.
 
     The concatenated global batches of all steps are one epoch after the other, each in a different order. Every example
-    occurs once an epoch; a batch may end one epoch and begin the next.
+    occurs once per epoch; a batch may span two epochs.
     """
     check_sizes(num_examples, batch_slice.replica_batch)
     with tf.device("CPU:0"):
@@ -144,7 +144,7 @@ def _shuffle_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
 
 
 def check_sizes(num_examples: int, replica_batch: int) -> None:
-    """Check that a batch of a replica is not larger than the data, and that the data can be shuffled."""
+    """Check that a replica's batch is not larger than the data, and that the data can be shuffled."""
     if not 1 <= replica_batch <= num_examples:
         raise UsageError(
             f"--global-batch: {replica_batch} examples in a part of a step; expected 1 to {num_examples}, all of them"
@@ -167,8 +167,8 @@ def eval_batch(
 ) -> Batch:
     """Return one replica's part of the global test batch number `batch`, in the order of the file.
 
-    Over all replicas and `eval_batches` batches, every example has weight 1 once; padding has weight 0. The weights of
-    the split are only for training: evaluation measures a plain mean.
+    Over all replicas and `eval_batches` batches, every example has weight 1 exactly once; padding has weight 0. The
+    weights of the split are only for training: evaluation measures a plain mean.
     """
     num_examples = examples.num_examples
     with tf.device("CPU:0"):
@@ -179,10 +179,10 @@ def eval_batch(
 
 @dataclass(frozen=True)
 class Feed:
-    """The batches of the steps of one loop.
+    """The source of the batches of one loop.
 
     Attributes:
-        next: called once a step, in cross-replica context; its result is passed to each replica.
+        next: called once per step, in cross-replica context; its result is passed to each replica.
         batch: called by each replica with that result, the step and the number of the replica or of one of its virtual
             shards; returns its batch.
         ahead: whether `next` may be called one step early, so that a batch can arrive during the step before.
@@ -209,8 +209,8 @@ def train_feed(
 ) -> Feed:
     """Return the training batches of a synchronous strategy's replicas from step `first_step`.
 
-    `cut` has the virtual shards of every global batch; None for one per replica. Each shard has `micro_batches`, and
-    `Feed.batch` takes the number of one of all, in order.
+    `cut` has the virtual shards of every global batch; None for one per replica. Each shard has `micro_batches` parts,
+    and `Feed.batch` takes a part's number, counted over all shards.
     """
     replicas = strategy.num_replicas_in_sync
     shards = cut or VirtualShards(replicas, replicas)
@@ -244,7 +244,7 @@ def train_feed(
 def _stack(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, replicas: range) -> tf.data.Dataset:
     """Stack the batches of all parts of each replica's shards, `[most, B, ...]`.
 
-    If another replica has one shard more, a replica's last part is repeated, because all must have the same shape.
+    The last part of a replica with fewer shards is repeated, because all must have the same shape.
     """
     firsts = {replica: shards.first(replica) * micro_batches for replica in range(replicas.start, replicas.stop + 1)}
     most = shards.most * micro_batches
@@ -259,7 +259,7 @@ def _stack(batches: tf.data.Dataset, shards: VirtualShards, micro_batches: int, 
 
 
 def eval_feed(strategy: tf.distribute.Strategy | None, source: Source, replica_batch: int) -> Feed:
-    """Return the test split's batches, which the step of `Feed.batch` counts. Every pass must take all of them."""
+    """Return the test split's batches; `Feed.batch` takes their number as the step. Every pass must use all of them."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
     on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
     examples = source.examples("test") if source.in_memory and not on_tpu else None

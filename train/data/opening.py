@@ -1,4 +1,4 @@
-"""Opens the data that a configuration names, as the source of a run."""
+"""Opens the dataset that a configuration names."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from train.data.stream import ShardSource
 def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = None) -> Source:
     """Return the source that a configuration names.
 
-    `run` records the data of the first generation, which later ones use even if newer data of that name is prepared.
+    `run` records the first generation's version of the data, which later generations use even if a newer one exists.
     """
     if run is None:
         return _open_version(config, data_dir)

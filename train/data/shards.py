@@ -5,8 +5,8 @@
 
 Example i is in shard i modulo the number of shards, so shards differ by at most one example. A record is a
 `tf.train.Example` of `features` (the bytes of an array, in C order, little endian), `label` and an optional `weight`.
-Images are stored as bytes and not as PNG: one operation decodes a whole batch of bytes, where each PNG takes more than
-a tenth of a millisecond in every epoch.
+Images are stored as bytes and not as PNG: one operation decodes a whole batch of bytes, while each PNG takes more than
+0.1 ms in every epoch.
 
 `train.data.prepare.sharding` writes shards, `train.data.stream` reads them. Standard library only.
 """
@@ -25,7 +25,7 @@ from train.data.dataset_record import DataFile, DatasetRecord, Leaf, Split, is_u
 class ShardRecord(DatasetRecord):
     """A sharded dataset. An example has one array of features, and a label of the shape `[]` or `[K]`.
 
-    `asked` has the options of `shard` with which it was written.
+    `asked` holds the options of `data.shard` with which it was written.
     """
 
     kind = "shards"

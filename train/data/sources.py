@@ -1,4 +1,4 @@
-"""The data of a run in any form, as the loops see it.
+"""The interface between the loops and data in any form.
 
 Shapes: B replica batch.
 """
@@ -30,7 +30,7 @@ class Examples(Protocol):
 class Source(abc.ABC):
     """Examples to train on and to test on.
 
-    With several inputs or heads, the values that describe one are dictionaries.
+    With several inputs or heads, the properties that describe a single one are dictionaries.
 
     Attributes:
         record: the dataset.
@@ -100,9 +100,9 @@ class Source(abc.ABC):
         """Return the batches of the test split, with the same number for every replica."""
 
     def shuffled_batches(self, global_batch: int, seed: int) -> tf.data.Dataset:
-        """Return infinite global batches for one of several equal workers, from a random epoch.
+        """Return infinite global batches for one of several equal workers, starting at a random epoch.
 
-        All workers run the same graph and do not know their index. Each draws its epoch in each generation.
+        All workers run the same graph and do not know their index, so each draws its epoch in each generation.
         """
         first, last = (tf.constant(number, tf.int64) for number in (0, 2**20))
         # Unlike `tf.random`, also random where operations are deterministic.

@@ -35,7 +35,7 @@ def pointer_of(data_dir: Path, kind: str, name: str) -> Path:
 
 
 def read_index(path: Path, parse: Callable[[Any], T], missing: str, again: str) -> T:
-    """Return a parsed index; report a missing one by the message `missing`, an unreadable one with the fix `again`."""
+    """Return a parsed index; raise an error with the message `missing`, or with the fix `again` if it is unreadable."""
     try:
         return parse(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
@@ -51,7 +51,7 @@ def write_pointer(data_dir: Path, kind: str, name: str, version: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(data_dir: Path, name: str) -> Iterator[Path]:
-    """Yield an empty folder, and delete it afterwards; also delete the files of a killed process."""
+    """Yield an empty folder, without files that a killed process left in it, and delete it afterwards."""
     folder = data_dir / f".{slug(name)}.partial"
     if folder.exists():
         shutil.rmtree(folder)
@@ -64,7 +64,7 @@ def scratch_folder(data_dir: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(data_dir: Path, kind: str, name: str, version: str) -> Iterator[Path]:
-    """Yield a folder for a version of a dataset, which one rename puts in its place when it is complete."""
+    """Yield a scratch folder for a version of a dataset, and rename it into place once it is complete."""
     folder = path_of(data_dir, kind, name, version)
     with scratch_folder(data_dir, name) as scratch:
         partial = scratch / kind

@@ -32,7 +32,7 @@ RANDOM_ACCESS, DATASET = "random access", "tf.data.Dataset"
 class FunctionRecord(DatasetRecord):
     """A dataset function, which has no files.
 
-    Its name is `package.module:function`; its version the first 12 digits of the sha256 of all that was examined.
+    Its name is `package.module:function`; its version the first 12 digits of the record's sha256.
 
     Attributes:
         form: the form of its result, `RANDOM_ACCESS` or `DATASET`.

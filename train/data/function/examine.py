@@ -27,7 +27,7 @@ def examine_function(
 ) -> FunctionRecord:
     """Call a dataset function for both splits, and write a record of it to `data_dir`.
 
-    The name is `package.module:function`. `num_outputs` has the classes of whole-number labels, such as `10`, or
+    The name is `package.module:function`. `num_outputs` gives the number of classes of integer labels, such as `10`, or
     `digit=10,parity=2`; with `fresh` the examples of datasets without a known length are counted again. Raises
     UsageError, with the reason, if the function is not suitable for training.
     """

@@ -1,15 +1,15 @@
 """Reads the examples of a dataset function in a task, in the two forms that a function may return.
 
-Random-access sources: the examples of a step are a pure function of (seed, step), as those of arrays. So a run resumes
-at any step immediately, and any number of tasks has the same global batches. The graph calls the source by an operation
-that names it, `PyFuncStateless`, so it can run in any process that has opened the source: a task, a worker of parameter
-servers.
+Random-access sources: the examples of a step are a pure function of (seed, step), as with arrays. So a run resumes at
+any step immediately, and the global batches are the same for any number of tasks. The graph calls the source by name
+through an operation, `PyFuncStateless`, so it can run in any process that has opened the source, such as a worker under
+parameter servers.
 
-A `tf.data.Dataset` for each shard of the training split: a shard belongs to a replica or a virtual shard. The function
-is traced once for each shard that this task reads, and its dataset is built again in every epoch, with another seed. An
-epoch takes as many batches of each shard as steps begin in it. A shard with fewer examples starts over, and one with
-more leaves the rest out, so that every shard has a batch for every step and no replica waits for another one. A resumed
-run reads its epoch from the beginning and skips the examples that it has trained on.
+A `tf.data.Dataset` for each shard of the training split, one per replica or virtual shard. The function is traced once
+for each shard that this task reads, and its dataset is rebuilt in every epoch with a new seed. An epoch takes as many
+batches from each shard as there are steps that begin in it: a shard with too few examples starts over, and surplus
+examples are left out, so that every shard has a batch for every step and no replica waits for another. A resumed run
+reads its epoch from the beginning and skips the examples that it has trained on.
 
 Shapes: B replica batch, G global batch, R replicas, L replicas of a task.
 """
@@ -121,7 +121,7 @@ class SplitExamples:
 
 
 class RandomAccessSource(IndexedSource):
-    """Examples that a user's function returns by their numbers."""
+    """Examples of a random-access source that a user's function returns."""
 
     def examples(self, split: str) -> Examples:
         return SplitExamples(_token(self.record, split), self.record.splits[split])
@@ -193,7 +193,8 @@ class FunctionSource(Source):
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
         """Return the test batches of replicas; see `batches.eval_dataset`.
 
-        Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number.
+        Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number of
+        batches.
         """
         split = self.record.test
         whole = read_examples(self.record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), self.data_dir))

@@ -1,10 +1,9 @@
-"""Gets the files of a dataset, in bounded time: from the addresses that TFDS records, or from Debian's packages.
+"""Downloads the files of a dataset in bounded time, from the URLs that TFDS records or from Debian's packages.
 
-TFDS's downloader retries for minutes without internet. Here TFDS gets the files like manually downloaded ones
-(`manual_dir`).
+TFDS's downloader retries for minutes without internet, so it is given these files as manual downloads (`manual_dir`).
 
 Debian's packages are for machines that reach a Debian mirror and little else. `dataset-fashion-mnist` has the original
-four files, but with other gzip headers (no name, another time), so that their sha256 differs from the one that TFDS
+four files, but with different gzip headers (no name, another time), so that their sha256 differs from the one that TFDS
 records. Restoring the headers restores the original files, bit for bit. `dict-jargon` has the compressed text of the
 Jargon File. apt-get runs with separate lists and a separate cache: it needs no root and changes nothing on the machine.
 """
@@ -162,7 +161,7 @@ def _apt_get(scratch: Path) -> list[str]:
 
 
 def _run(command: Sequence[str], cwd: Path) -> tuple[int, str]:
-    """Run a command with any exit code, unless it takes too long; return the code and both outputs."""
+    """Run a command; return its exit code and both outputs. Raise PrerequisiteError if it takes too long."""
     in_english = ["/usr/bin/env", "LC_ALL=C", *command]
     code, output, errors = processes.run(in_english, COMMAND_TIMEOUT_S, command[0], cwd=cwd)
     if code == processes.TIMED_OUT:

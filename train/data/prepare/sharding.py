@@ -1,4 +1,4 @@
-"""Writes the TFRecord shards of a dataset that is prepared as arrays, or of any other one of TFDS.
+"""Writes the TFRecord shards of a dataset that is prepared as arrays, or of any other TFDS dataset.
 
 fashion_mnist, mnist and users' datasets come from their arrays, so that shards have the same examples in the same
 order. All others come from TFDS, which downloads them. For the form of the shards see `train.data.shards`.
