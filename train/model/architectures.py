@@ -1,7 +1,7 @@
 """The built-in architectures: a small CNN, ResNets for images, and a Transformer for the bytes of a text.
 
-Image models take pixels `[B, H, W, C]` of 0 to 255, so that a served model takes raw ones, and an image shape (height,
-width, channels). All end with logits in float32 under any policy of precision.
+Image models are built for an image shape (height, width, channels) and take raw pixels `[B, H, W, C]` of 0 to 255, so
+that a served model needs no preprocessing. All models end with logits in float32 under any precision policy.
 
 ResNet (K. He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385): the blocks of ResNet-50 v1.5, as
 NVIDIA calls it, halve the image in their 3x3 convolution instead of the first 1x1. It takes more time for each image
@@ -22,12 +22,12 @@ from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 from cluster.system.errors import UsageError
 
 STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
-"""Filters, blocks, and the stride of the first block."""
+"""Of each stage: filters, number of blocks, and stride of the first block."""
 EXPANSION = 4
 
 
 def two_conv_cnn(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
-    """Return the two-conv CNN of TensorFlow's https://www.tensorflow.org/tutorials/distribute/custom_training."""
+    """Return the two-conv CNN of https://www.tensorflow.org/tutorials/distribute/custom_training."""
     return keras.Sequential(
         [
             keras.Input(image_shape, dtype="float32", name="image"),

@@ -17,13 +17,13 @@ from train.model import input_types
 from train.named import Named
 
 CLASSES = Path("assets.extra", "classes.json")
-"""The file of an export with the names of its classes, in TensorFlow Serving's folder for extra assets."""
+"""The file with the class names in an export, in TensorFlow Serving's folder for extra assets."""
 
 
 def export(model: keras.Model, directory: Path, feature_shape: Named, classes: Named) -> None:
     """Write a SavedModel whose `serve` signature takes features `[B, ...]` in the model's types and returns outputs.
 
-    Several inputs or outputs have the names of the data in the signature. The model is built outside the strategy, so
+    Several inputs or outputs are named in the signature as in the data. The model is built outside the strategy, so
     that the export does not depend on the cluster. `feature_shape` is one example's shape, or a dictionary of them, and
     `classes` has the names of the classes; None for outputs that are values.
     """

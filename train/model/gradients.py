@@ -1,7 +1,7 @@
 """From gradients to an update: sum over replicas, unscale, clip, apply, or skip the step.
 
-Keras clips each replica's gradients before the sum, and each replica checks only whether its gradients are finite. So
-its clipping depends on the number of replicas, and its loss scaling can leave them with different weights.
+Keras clips each replica's gradients before the sum, and each replica checks only its own gradients for overflow. So its
+clipping depends on the number of replicas, and its loss scaling can leave replicas with different weights.
 
 Loss scaling: P. Micikevicius et al., Mixed Precision Training, arXiv:1710.03740.
 
@@ -22,7 +22,7 @@ GROWS_AFTER = 2000
 """Steps without an overflow after which the scale is doubled."""
 
 LARGEST_SWAP = 2**26
-"""Bytes: above this, transfer takes longer than latency, and the ring transfers less."""
+"""Size in bytes up to which two tasks swap tensors: above it, transfer outweighs latency, and a ring transfers less."""
 
 Gradients = Sequence[Any]
 """The gradient of each variable: a tensor, `tf.IndexedSlices` or None."""
@@ -31,7 +31,7 @@ Gradients = Sequence[Any]
 class LossScale(tf.Module):
     """The factor of the loss that keeps small gradients from becoming zero in float16; always a power of two.
 
-    It falls below 1 if even 1 was too large. Training cannot continue then.
+    It falls below 1 if gradients overflow even at 1; training cannot continue then.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class LossScale(tf.Module):
         self.skipped_steps = tf.Variable(0, dtype=tf.int64, **shared)
 
     def metrics(self) -> dict[str, float]:
-        """Return the values that metrics report."""
+        """Return the scale and the number of skipped steps for the metrics."""
         return {"loss_scale": float(self.scale.numpy()), "skipped_steps": int(self.skipped_steps.numpy())}
 
     def update(self, finite: tf.Tensor) -> None:
@@ -59,7 +59,7 @@ class LossScale(tf.Module):
 
 
 class GradientPolicy:
-    """From the gradients of replicas to an optimizer's update. Every replica calls the same methods in the same order.
+    """Turns the gradients of replicas into an update. Every replica calls the same methods in the same order.
 
     Attributes:
         optimizer: an optimizer of either Keras.
@@ -88,9 +88,9 @@ class GradientPolicy:
         return [None if gradient is None else next(sums) for gradient in gradients]
 
     def converted(self, gradients: Sequence[Any], dtypes: Collection[tf.DType]) -> Sequence[Any]:
-        """Convert gradients to dense ones in float32 if the model's have several dtypes, are clipped or scaled."""
+        """Convert gradients to dense float32 tensors if the model's have several dtypes, are clipped or scaled."""
         if len(dtypes) == 1 and not self.clip_norm and not self.loss_scale:
-            return gradients  # otherwise slices can name a row twice, which changes their norm
+            return gradients  # in other cases dense: slices can repeat a row, which changes their norm
         return [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
 
     def apply(self, total: Gradients, variables: Sequence[Any]) -> None:
@@ -119,7 +119,7 @@ class GradientPolicy:
     ) -> None:
         """Clip gradients and apply them, unless `finite` is false.
 
-        `norm` is the norm of the whole model's gradients, if these belong to a part of it.
+        `norm` is the norm of the whole model's gradients, if these belong to only a part of it.
         """
         clipped = tf.clip_by_global_norm(gradients, self.clip_norm, norm)[0] if self.clip_norm else gradients
         if finite is None:
@@ -128,7 +128,7 @@ class GradientPolicy:
             _call_if(finite, clipped, lambda gradients: self._update(gradients, variables))
 
     def checked(self, loss: tf.Tensor, gradients: Gradients) -> tf.Tensor:
-        """Return the loss after its gradients were applied, or NaN if they end the training."""
+        """Return the loss after its gradients were applied, or NaN if they require an end of the training."""
         if self.loss_scale is None:
             return nan_gradients.nan_if_broken(loss, gradients)
         return tf.where(tf.convert_to_tensor(self.loss_scale.scale) < 1, tf.constant(float("nan"), loss.dtype), loss)
@@ -137,8 +137,8 @@ class GradientPolicy:
         """Patch the optimizer to sum, unscale and clip gradients, and to scale the loss, if these variables need that.
 
         This is for `Model.fit`, whose `train_step`, like a model's override, calls only these methods between the
-        gradients and the update. An optimizer that clips would clip each replica's gradients before the sum, and one
-        of variables of several dtypes cannot sum their gradients.
+        gradients and the update. Unpatched, a clipping optimizer clips each replica's gradients before the sum, and an
+        optimizer cannot sum gradients of several dtypes.
         """
         optimizer = self.optimizer
         legacy = hasattr(optimizer, "aggregate_gradients")  # of tf_keras, which has no loss scale
@@ -187,16 +187,16 @@ def _call_if(finite: tf.Tensor, gradients: list[tf.Tensor], apply: Callable[[lis
 def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     """Add up tensors or `tf.IndexedSlices` over all replicas. Every replica calls it with the same shapes.
 
-    Two tasks with one CPU replica each exchange their tensors and add them up. That takes one message each way, where a
-    ring of two takes two, the second of which must wait for the first. In floating point a + b is b + a, so the bits
-    are those of the ring. All other replicas use the strategy's reduction.
+    Two tasks with one CPU replica each swap their tensors and add them. That takes one message each way; a ring of two
+    takes two, the second after the first. In floating point a + b is b + a, so the bits are those of the ring. In all
+    other cases the strategy reduces.
     """
     replica = tf.distribute.get_replica_context()
     if not tensors or replica.num_replicas_in_sync == 1:
         return list(tensors)
     gather = _gather_of_two(replica.strategy)
     if gather is None or not _can_be_one_message(tensors):
-        # What a loop returns has no device, without which TensorFlow cannot reduce it.
+        # The results of a loop have no device, without which TensorFlow cannot reduce them.
         placed = [tensor if isinstance(tensor, tf.IndexedSlices) else tf.identity(tensor) for tensor in tensors]
         return replica.all_reduce("SUM", placed)
     local_N = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)

@@ -46,7 +46,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def find_file(folder: Path) -> Path | None:
-    """Return the file with the initial weights of a run; None if it begins with random ones."""
+    """Return the file with the initial weights of a run; None if they are random."""
     files = sorted(path for path in folder.glob("*") if ".data-" not in path.name and path.suffix != ".json")
     return files[0] if files else None
 
@@ -66,7 +66,7 @@ def load_file(model: keras.Model, path: Path) -> str:
         layer = name.rpartition("/")[0]
         numbered = f"{layer}#{places[layer]}"
         keys = [name, checkpoint_name(name).removeprefix(_NAMED), numbered]
-        # A subclassed model's variables lack the names of models that it was given, which the file has.
+        # A subclassed model's variables lack the names of the models passed to it, which the file has.
         enclosed = [key for key in arrays if key.endswith(f"/{numbered}")]
         keys += enclosed if len(enclosed) == 1 else []
         places[layer] += 1
@@ -123,7 +123,7 @@ def _hdf5(content: io.BytesIO) -> Arrays:
         arrays: dict[str, np.ndarray] = {}
 
         def add(place: str, item: Any) -> None:
-            """Add an array of Keras 3. Its path has classes and attributes; `vars` has the layer's name."""
+            """Add an array of a Keras 3 file: its path has classes and attributes, and `vars` the layer's name."""
             *folders, variables, number = place.split("/") if place.count("/") else ("", "", "")
             if not isinstance(item, h5py.Dataset) or variables != "vars":
                 return

@@ -40,18 +40,18 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 
 
 def tensorflow_variables(model: keras.Model) -> dict[str, tf.Variable]:
-    """Return the variables of layers that Keras does not know, by the layer and the attribute that holds them."""
+    """Return the `tf.Variable`s of layers that Keras does not track, by layer and attribute."""
     return {
         f"{layer.name}.{name}{place}": variable
         for layer in model._flatten_layers()
         for name, value in vars(layer).items()
-        if not name.startswith("_self_")  # what TensorFlow tracks names the same variables again
+        if not name.startswith("_self_")  # TensorFlow's own tracking, which lists the same variables again
         for place, variable in _variables_in(value).items()
     }
 
 
 def _variables_in(value: Any) -> dict[str, tf.Variable]:
-    """Return a value that is a variable of TensorFlow, or those in a module, a list or a dictionary, by their place."""
+    """Return a value if it is a `tf.Variable`, or those in a module, list or dictionary, by their place in it."""
     if isinstance(value, tf.Variable):
         return {"": value}
     if isinstance(value, tf.Module):
@@ -80,12 +80,12 @@ def is_separate(variable: keras.Variable) -> bool:
 
 
 class PartScope(keras.StatelessScope):
-    """Scope in which a part has separate values of some variables and assigns the others."""
+    """Scope in which a part has separate values of some variables and assigns the others directly."""
 
     def __init__(self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> None:
         super().__init__(zip(variables, values, strict=True), collect_losses=True)
         self.first = dict(self.state_mapping)
-        self.refusals: list[str] = []  # raised after the call of the model, which would extend the message
+        self.refusals: list[str] = []  # raised after the model's call, in which Keras extends messages
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
@@ -127,9 +127,9 @@ class LayerState:
     def part(
         self, weights: Sequence[keras.Variable] = (), values: Sequence[tf.Tensor] = ()
     ) -> Iterator[Callable[[], list[tf.Tensor]]]:
-        """Separate the assignments of layers inside; yield a function that returns the contributions of this part.
+        """Isolate the assignments of layers inside; yield a function that returns this part's contributions.
 
-        Inside, the variables `weights` have the values `values` instead of theirs.
+        Inside, the variables `weights` have the values `values`.
         """
         if not self.variables and not weights:
             yield list

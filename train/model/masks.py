@@ -1,8 +1,8 @@
 """Masks that reach a model's output: padding counts neither in the loss nor in a score.
 
-Keras divides the sum over unmasked positions by their number in the batch. Here that is the global batch: the values of
-a replica or a micro-batch are divided by the unmasked positions per example of the global batch. So the mean over the
-examples is that of Keras on one device, for any distribution of the padding over the parts.
+Keras divides the sum over unmasked positions by their number in the batch. Here that is the global batch: the sums of a
+replica or a micro-batch are divided by the mean number of unmasked positions per example of the global batch. So the
+mean over examples is that of Keras on one device, however the padding is distributed over the parts.
 
 Shapes: B examples of a part of the batch, O outputs.
 """
@@ -68,7 +68,7 @@ def sum_counts(counts_O: tf.Tensor) -> tf.Tensor:
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return counts_O
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(counts_O))  # what a loop returns has no device
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(counts_O))  # results of a loop have no device
 
 
 def count(outputs: Sequence[Any]) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Models, by the name that a configuration gives them."""
+"""Builds the model that a configuration names."""
 
 import collections
 import contextlib
@@ -31,7 +31,7 @@ def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Nam
         model = build_by_name(
             config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {})
         )
-    if keras.backend.floatx() != "float32":  # in which data, losses and gradients are
+    if keras.backend.floatx() != "float32":  # the type of data, losses and gradients
         raise UsageError(
             f"--model {config.model!r}: set_floatx({keras.backend.floatx()!r}): expected float32; give single layers "
             "another dtype"
@@ -104,7 +104,7 @@ def build_by_name(name: str, feature_shape: Named, num_outputs: Named, **options
 
 @contextlib.contextmanager
 def _names_of_first_build(name: str) -> Iterator[None]:
-    """Count layers as before the first build of a model in this process, so that options find the same names."""
+    """Restore Keras's layer counts from before this model's first build, so that options find the same layer names."""
     counts = global_state.get_global_attribute("object_name_uids", collections.defaultdict(int), set_to_default=True)
     first = _COUNTS.setdefault(name, dict(counts))
     others = {kind: count for kind, count in counts.items() if count != first.get(kind)}

@@ -39,7 +39,7 @@ Shapes = tuple[Named, Named]
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss and a score per example, so that any batch can be averaged exactly; of a model or of one of its heads."""
+    """The loss and score of a model or one of its heads, per example, so that any batch can be averaged exactly."""
 
     loss: PerExample
     score: PerExample
@@ -49,9 +49,10 @@ class Objective:
     metrics: Mapping[str, PerExample] = field(default_factory=dict)
     """Further functions that evaluations report; with several outputs, also each head's loss and score."""
     heads: Mapping[str, Objective] = field(default_factory=dict)
-    """Those of several outputs, whose names of scores are without the head's; empty if one loss takes all outputs."""
+    """The objective of each of several heads, whose score names lack the head's; empty if one loss takes all
+    outputs."""
     weight: float = 1.0
-    """Factor of the loss of a head."""
+    """Loss weight of a head."""
 
     @property
     def reported(self) -> dict[str, PerExample]:
@@ -119,7 +120,7 @@ def _user_metrics(reference: str, taken: Collection[str]) -> dict[str, PerExampl
 
 
 def build_by_name(loss: str, *, classifies: bool, shapes: Shapes | None = None) -> Objective:
-    """Build the objective of a model with one output; raise UsageError for a loss of classes and labels of values.
+    """Build the objective of a model with one output; raise UsageError if it needs classes and labels are values.
 
     `loss` is a key of `LOSSES`, or a reference `package.module:function` to a function of the form `PerPosition`. With
     `classifies` the labels are classes, and the score is the accuracy. A built-in loss needs no `shapes`.
@@ -279,7 +280,7 @@ class Averaged:
     values: PerPosition
 
     def __call__(self, labels: Named, outputs: Named) -> tf.Tensor:
-        """Return the averages; as in Keras, values of any type are numbers."""
+        """Return the averages `[B] float32`; as in Keras, values may have any type, such as bool."""
         return masks.average_by_example(tf.cast(self.values(labels, outputs), tf.float32), masks.mask_of(outputs))
 
 

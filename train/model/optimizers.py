@@ -73,7 +73,7 @@ def build_for_model(
     total_steps: int = 1,
     make: Callable[[keras.optimizers.Optimizer, keras.Model], None] | None = None,
 ) -> keras.optimizers.Optimizer:
-    """Build the optimizer and its variables, all of them or by `make`; call it inside the strategy's scope."""
+    """Build the optimizer and its variables, with `make` if given; call it inside the strategy's scope."""
     optimizer, variables = build_optimizer(config, total_steps), model.trainable_variables
     if patterns := [part.strip() for part in config.optimizer.no_decay.split(",") if part.strip()]:
         paths = [getattr(variable, "path", variable.name) for variable in variables]
@@ -97,7 +97,7 @@ def build_for_model(
 
 
 def check_replicas(optimizer: keras.optimizers.Optimizer, name: str, replicas: int) -> None:
-    """Check that an optimizer works on several replicas: Keras's conditional assignments do not."""
+    """Check that an optimizer works on several replicas, where Keras's conditional assignments do not."""
     for option, instead in (
         ("gradient_accumulation_steps", "use --micro-batches"),
         ("ema_overwrite_frequency", "evaluations and exports use the averages without it"),
@@ -115,12 +115,12 @@ def find_averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 @contextlib.contextmanager
 def with_averages(config: TrainConfig, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Replace a model's weights by their averages inside, if the configuration evaluates by these; all tasks call it.
+    """Replace a model's weights with their averages inside, if the configuration evaluates those; all tasks call it.
 
     With a model in stages, a task replaces the weights of its stage.
     """
     means = find_averages(optimizer) if config.optimizer.ema_evaluate else []
-    # Those that the optimizer was built for: callbacks may have frozen some since.
+    # The weights that the optimizer was built for: callbacks may have frozen some since.
     averaged_weights = getattr(optimizer, "_trainable_variables", model.trainable_variables)
     pairs = list(zip(averaged_weights, means, strict=True)) if means else []
     pairs = [(variable, mean) for variable, mean in pairs if has_value(variable)]

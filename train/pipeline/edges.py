@@ -14,15 +14,16 @@ VALUES, GRADIENTS, EVALUATED = range(3)
 """Tensors that cross an edge: values and gradients in training; values in evaluation."""
 DIRECTIONS = 3
 NORM, FLAG = 0, 1
-"""Tensors that all stages add up: the norms of gradients, and how many stages have one that is not finite. The sums may
-run at the same time."""
+"""Tensors that all stages add up: the norms of gradients, and the number of stages with a gradient that is not finite.
+The sums may run concurrently."""
 MOST_STAGES = 1_000
 MOST_SHARED = 10_000
 EDGE_KEYS, STAGE_KEYS, SUM_KEYS, SHARED_KEYS = 1_000_000, 20_000_000, 30_000_000, 40_000_000
-"""First group keys: of the edges of all pipelines; of the stages of each pipeline; of the equal stages of all; of the
-stages that share a variable. tf.distribute counts from 0, and each group has separate instance keys."""
+"""First group keys: of the edges of all pipelines; of the stages of each pipeline; of the equal stages of all
+pipelines; of the stages that share a variable. tf.distribute counts from 0, and each group has separate instance
+keys."""
 TIMEOUT_S = 0.0
-"""0 for no timeout: a neighbour may compile for long, and a closed connection shows that it is lost."""
+"""0 for no timeout: a neighbour may take long to compile, and a closed connection reveals its loss."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class TaskEdges:
         return tf.ensure_shape(received, spec.shape)
 
     def _keys(self, direction: int, edge: int, micro_batch: int) -> dict[str, float]:
-        """Return the keys of a transfer over an edge, which has the number of the stage before it."""
+        """Return the keys of a transfer over an edge, whose number is that of the stage before it."""
         place = DIRECTIONS * (MOST_STAGES * self.pipeline + edge) + direction
         return _keys(2, EDGE_KEYS + place, micro_batch)
 

@@ -26,9 +26,9 @@ class ModelBlock:
 
     Attributes:
         nodes: Keras's calls of layers, in topological order.
-        inputs: the symbolic tensor that enters it.
-        outputs: the symbolic tensor that leaves it.
-        inputs_masked, outputs_masked: whether they have masks when the model is called.
+        inputs: the symbolic tensor that enters the block.
+        outputs: the symbolic tensor that leaves the block.
+        inputs_masked, outputs_masked: whether these tensors have masks when the model is called.
     """
 
     nodes: tuple[Any, ...]
@@ -39,7 +39,7 @@ class ModelBlock:
 
     @property
     def layers(self) -> tuple[keras.Layer, ...]:
-        """Its layers, in the order of their first calls."""
+        """The block's layers, in the order of their first calls."""
         return tuple(dict.fromkeys(node.operation for node in self.nodes))
 
     @property
@@ -48,7 +48,7 @@ class ModelBlock:
 
     @property
     def weights(self) -> list[keras.Variable]:
-        """Weights of its layers without duplicates, frozen or not."""
+        """Weights of the block's layers without duplicates, frozen or not."""
         weights = [weight for layer in self.layers for weight in getattr(layer, "weights", [])]
         return list({id(weight): weight for weight in weights}.values())
 
@@ -82,7 +82,7 @@ def split_model(model: keras.Model) -> list[ModelBlock]:
 
 
 def rebuild_with_shape(model: keras.Model, feature_shape: Any) -> keras.Model:
-    """Rebuild a model that declares only a part of its input shape for this shape, with the same layers."""
+    """Rebuild a model with an incompletely declared input shape for this shape, with the same layers."""
     functional = model._functional if isinstance(model, keras.Sequential) else model
     inputs: list[Any] = getattr(functional, "inputs", None) or []
     if len(inputs) != 1 or not hasattr(functional, "_nodes_by_depth") or None not in inputs[0].shape[1:]:
@@ -142,7 +142,7 @@ class UnpackMask(keras.layers.Layer):
 def find_crossing(model: keras.Model, layer: str = "") -> tuple[str, list[str]] | None:
     """Return a layer before which several tensors cross, and the layers that output them; None if only one crosses.
 
-    It is `layer`, or without a name the nearest one to the middle of the model.
+    The layer is `layer`, or without a name the one nearest to the middle of the model.
     """
     if isinstance(model, keras.Sequential):
         model = model._functional

@@ -64,10 +64,10 @@ class StageCost:
     last: int
     blocks: tuple[BlockCost, ...]
     in_flight: int
-    """Micro-batches whose activations it holds."""
+    """Number of micro-batches whose activations the stage holds."""
     activation_bytes: int
     memory_bytes: int
-    """Most memory that it holds, without TensorFlow's own."""
+    """Peak memory of the stage, without TensorFlow's own."""
 
     @property
     def flops(self) -> float:
@@ -80,10 +80,10 @@ class StageCost:
 
 
 def partition(blocks: Sequence[BlockCost], constraints: Constraints, cut: Sequence[str] = ()) -> list[StageCost]:
-    """Return the stages of the best partition of a model's blocks, in order, or of that of given cuts.
+    """Return the stages of the best partition of a model's blocks, in order, or of the one that `cut` gives.
 
-    `cut` has the first layer of each stage but the first; empty: the partition whose slowest stage is fastest, and
-    among equal ones that with the smallest earlier stages.
+    `cut` has the first layer of each stage after the first; empty: the partition whose slowest stage is fastest, and
+    among equal ones the one with the smallest earlier stages.
     """
     count, memory_bytes = constraints.stages, constraints.memory_bytes
     if count > len(blocks):

@@ -205,7 +205,7 @@ class PipelineSteps:
                 policy.update(gradients, variables, self._finite, self._norm)
         counts = at == micro_batches - 1 if self._finite is None else self._finite
         iterations.assign(before + tf.cast(counts, before.dtype))
-        # All stages take part in computing the norm; one without gradients does not use it.
+        # All stages take part in computing the norm, even a stage without gradients, which does not use it.
         norm = [] if self._norm is None else [self._norm]
         with tf.control_dependencies([iterations.value.read_value(), *norm]):
             return tf.zeros([]) if policy.loss_scale else nan_gradients.nan_if_broken(tf.zeros([]), gradients)

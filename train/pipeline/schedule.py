@@ -88,6 +88,6 @@ def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Ins
 
 
 def find_sender(stage: int, opcode: Opcode, stages: int) -> int | None:
-    """Return the stage from whose same instruction an instruction receives; None if it receives nothing."""
+    """Return the stage whose same instruction sends this instruction's input; None if it receives nothing."""
     sender = {Opcode.FORWARD: stage - 1, Opcode.BACKWARD: stage + 1}.get(opcode, -1)
     return sender if 0 <= sender < stages else None

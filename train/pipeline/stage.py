@@ -42,7 +42,7 @@ class StageGraph:
         config, task_stages = context.config, context.task_stages
         assert task_stages is not None
         stage_model, replica = task_stages.models[number], task_stages.pipeline
-        # Without waiting for other stages, each micro-batch has an update; otherwise gradients are added up from zeros,
+        # In PipeDream each micro-batch has a separate update; otherwise gradients are added up from zeros,
         # as on one device, and each micro-batch adds its share of the losses of layers, such as regularization.
         alone, parts = config.pipeline.schedule == "pipedream", task_stages.pipelines * config.micro_batches
         shares, micro_batch = 1 if alone else parts, config.global_batch // parts
@@ -174,7 +174,7 @@ class StageGraph:
 
     def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
-            self._state.assign(self._states, list)  # of one replica
+            self._state.assign(self._states, list)  # one replica: nothing to add up
             self._flags.append(self._update(self.sums, at))
         self._sums = None
         self._chain.append(self._flags[-1])

@@ -1,4 +1,4 @@
-"""The model of each stage, the same in every task, and what a call of each uses.
+"""The model of each stage, the same in every task, and the variables and seeds that a call of each uses.
 
 Keras knows which layer created a variable, but not which layers read it: an output layer can multiply by the weights of
 the embedding. So each stage is traced once, with zeros for variables.
@@ -29,8 +29,8 @@ class StageModel:
 
     Attributes:
         model: the model of the stage, with layers and variables of the whole model.
-        used: variables of the whole model that it has or reads, in the order of the whole model.
-        changed: variables that it assigns in training, such as averages of batch normalization.
+        used: variables of the whole model that the stage has or reads, in the order of the whole model.
+        changed: variables that the stage assigns in training, such as averages of batch normalization.
         drawn: number of seeds that a forward of all earlier stages draws from each generator, by its `id`.
         regularized: variables whose regularizers count here, by `id`: the first of several stages adds them.
     """
@@ -54,7 +54,7 @@ class StageModel:
         return terms[:added] + [term for term, weight in pairs if id(weight) in self.regularized]
 
     def penalty(self) -> float:
-        """Return the sum of the regularizers that count here, for the present weights."""
+        """Return the sum of the regularizers that count in this stage, for the current weights."""
         weights = [weight for weight in self._regularized_weights if id(weight) in self.regularized]
         return sum(float(weight.regularizer(weight)) for weight in weights)
 
@@ -72,10 +72,11 @@ def partition_model(
     layers: Sequence[str] | None = None,
     pipelines: int = 1,
 ) -> tuple[list[StageCost], list[StageModel]]:
-    """Return the stages of the best partition of a model, or of the one that its configuration names.
+    """Return the stages of the best partition of a model, or of the partition that its configuration names.
 
-    `layers` are the first of each stage but the first; None for those of the configuration. `memory_bytes` is the
-    memory of each stage, None for no limit, and `pipelines` is the number of pipelines that share each global batch.
+    `layers` are the first layers of all stages but the first; None for those in the configuration. `memory_bytes` is
+    the memory of each stage, None for no limit, and `pipelines` is the number of pipelines that share each global
+    batch.
     """
     blocks, pipeline = model_blocks.split_model(model), config.pipeline
     if blocks[-1].outputs_masked:
@@ -156,7 +157,7 @@ def _count_slots(config: TrainConfig) -> int:
 
 
 def build_models(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[StageModel]:
-    """Build the models of stages from the blocks of its stages, for `micro_batch` examples."""
+    """Build the models of stages from the blocks of each, for micro-batches of `micro_batch` examples."""
     parts, drawn, seen = [], dict[int, int](), set[int]()
     for number, blocks in enumerate(stages):
         model = model_blocks.build_stage_model(blocks, number)

@@ -25,7 +25,7 @@ from train.strategy import precision_policy
 
 
 class TaskStages:
-    """The stages of a model, and those that this task has."""
+    """The stages of a model, and this task's share of them."""
 
     def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig, run: RunFolder | None) -> None:
         self._config, self._run = config, run
@@ -64,7 +64,7 @@ class TaskStages:
         return model
 
     def list_led(self, stage: int) -> list[keras.Variable]:
-        """Return the trained variables whose first user is a stage."""
+        """Return the trained variables whose first user is this stage."""
         return [variable for variable in self.models[stage].trained if self._users[id(variable)][0] == stage]
 
     @property
@@ -157,7 +157,7 @@ def _take_uninitialized() -> list[keras.Variable]:
 def leave_without_value(variable: keras.Variable) -> None:
     """Make a variable a handle without a value."""
     if not type(variable._initializer).__module__.startswith("keras."):
-        # It may draw from a shared generator; Keras's initializers have separate seeds.
+        # Call it, as it may draw from a shared generator; Keras's initializers have separate seeds.
         variable._initializer(variable.shape, dtype=variable.dtype)
     handle = UninitializedVariable(
         trainable=variable.trainable, name=variable.name, shape=variable.shape, dtype=variable.dtype

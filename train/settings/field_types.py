@@ -18,7 +18,7 @@ EXPECTED = {
 
 
 def check_types(config: Any, where: str = "", prefix: str = "") -> None:
-    """Check that every field of a dataclass has a value of its type, where a float may be a whole number."""
+    """Check that every field of a dataclass has a value of its type; a float field may hold an int."""
     for name, hint in get_type_hints(type(config)).items():
         value, field = getattr(config, name), prefix + name
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -33,7 +33,7 @@ def check_types(config: Any, where: str = "", prefix: str = "") -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value and its type for messages, for any class."""
+    """Return a value and its type for messages, even if its `repr` fails."""
     try:
         text = repr(value)
     except Exception:

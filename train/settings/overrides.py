@@ -24,10 +24,10 @@ def resolve_config(
 ) -> TrainConfig:
     """Apply overrides to a preset's configuration, or to `base`, that of a resumed run.
 
-    The preset is one of `presets.names()`, or `package.module:function` that returns a `TrainConfig`. Overrides are
-    options such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`. `cores` are those of each task on another
-    machine; 0 for those of this machine. Raises UsageError if the preset or an option is unknown (the message offers
-    the nearest name), or a value is out of range.
+    The preset is one of `presets.list_presets()`, or `package.module:function` that returns a `TrainConfig`. Overrides
+    are options such as `["--epochs", "3", "--optimizer.learning-rate", "0.001"]`. `cores` is the number of cores per
+    task on another machine; 0 for those of this machine. Raises UsageError if the preset or an option is unknown (the
+    message offers the nearest name), or a value is out of range.
     """
     if base is None:
         built_in = presets.list_presets()

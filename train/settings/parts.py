@@ -13,7 +13,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How gradients become updates; `train/model/optimizers.py` builds it."""
+    """Settings of the optimizer, which `train/model/optimizers.py` builds."""
 
     name: str = "adam"
     """`adam`, `adamw`, `lamb`, `lion`, `sgd`, or `package.module:function`: (learning rate) -> Keras optimizer."""
@@ -22,9 +22,9 @@ class Optimizer:
     """Learning rate, above 0."""
 
     warmup_steps: int = 100
-    """Steps over which the learning rate grows from near 0: 0 or more. Without them, the large first steps of Adam
+    """Warm-up steps, over which the learning rate grows from near 0: 0 or more. Without them, Adam's large first steps
     magnify rounding differences of sums, so that runs on 1 and on 3 tasks diverge at once. There is no warm-up with
-    callbacks and the schedule `constant`, because callbacks may set the learning rate."""
+    callbacks and the `constant` schedule, because callbacks may set the learning rate."""
 
     schedule: str = "constant"
     """Schedule of the learning rate after the warm-up: `constant`, or a decay to `end_share` over `decay_steps`:
@@ -37,13 +37,13 @@ class Optimizer:
     """Final share of the learning rate for `cosine` and `linear`, 0 to 1."""
 
     momentum: float = 0.9
-    """For `sgd`: share of the last update that is kept, 0 to 1."""
+    """For `sgd`: momentum, the share of the previous update that is kept, 0 to 1."""
 
     nesterov: bool = False
-    """For `sgd`: whether momentum is Nesterov's."""
+    """For `sgd`: whether to use Nesterov momentum."""
 
     weight_decay: float | None = None
-    """Share of each weight, times the learning rate, that every step subtracts in addition to the gradient: 0 or more.
+    """Decoupled weight decay: the share of each weight, times the learning rate, that every step subtracts; 0 or more.
     None: Keras's default, which is 0.004 for `adamw` and no decay for the others."""
 
     no_decay: str = ""
@@ -51,8 +51,7 @@ class Optimizer:
     `bias,norm`. Empty: all weights decay, as in Keras."""
 
     ema: float = 0.0
-    """Share that an exponential moving average of the weights keeps in every step, 0 to below 1, such as 0.999; 0: no
-    averages."""
+    """Decay of the exponential moving average of the weights, 0 to below 1, such as 0.999; 0: no average."""
 
     ema_evaluate: bool = True
     """Whether evaluations and exports use the averages instead of the weights."""
@@ -62,15 +61,14 @@ class Optimizer:
     2017, arXiv:1706.02677); `sqrt`: by its square root (Krizhevsky 2014, arXiv:1404.5997)."""
 
     base_batch: int = 256
-    """Global batch for which `learning_rate` is meant, if `scaling` is not `none`; at least 1."""
+    """Global batch for which `learning_rate` is given, if `scaling` is not `none`; at least 1."""
 
     clip_norm: float = 0.0
-    """Largest norm of the gradient of the global batch, over all weights, to which it is clipped after the sum over
-    replicas. 0: no bound."""
+    """Global norm to which the gradient of the global batch is clipped, after the sum over replicas; 0: no clipping."""
 
     @property
     def own(self) -> bool:
-        """Whether a user's function builds it."""
+        """Whether a user's function builds the optimizer."""
         return ":" in self.name
 
     def check(self) -> None:
@@ -106,10 +104,10 @@ class Transformer:
     """Layers, each with an attention and a feed-forward block; at least 1."""
 
     width: int = 128
-    """Width of the values between layers; a multiple of `heads`."""
+    """Width of the activations between layers; a multiple of `heads`."""
 
     heads: int = 4
-    """Heads of each attention; at least 1."""
+    """Heads of each attention layer; at least 1."""
 
     context: int = 128
     """Tokens of an example; a divisor of the 1024 bytes of a window of the text."""
@@ -132,8 +130,8 @@ class Pipeline:
     """`gpipe`, `1f1b` or `pipedream`."""
 
     remat: bool = False
-    """Whether a stage keeps only its inputs and computes the rest again for the backward."""
+    """Rematerialization: whether a stage keeps only its inputs and recomputes the rest for the backward pass."""
 
     cut: str = ""
-    """The first layer of each stage but the first, separated by commas; empty: the stages of which the largest has the
+    """The first layer of each stage after the first, separated by commas; empty: the cut whose largest stage has the
     fewest floating-point operations."""

@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_THEIRS = frozenset(
     {"AbortedError", "CancelledError", "DeadlineExceededError", "ResourceExhaustedError", "UnavailableError"}
 )
-"""TensorFlow's errors that another attempt or a larger machine may avoid: a variable of a user's function is sent to
-all tasks, one of which may die at that moment."""
+"""TensorFlow errors that a restart or a larger machine may avoid: creating a variable in a user's function broadcasts
+it to all tasks, one of which may die at that moment."""
 
 
 def check_reference(option: str, reference: str, built_in: Collection[str]) -> None:
-    """Check that a reference exists."""
+    """Raise UsageError, with the nearest existing name, unless a reference exists."""
     if reference in built_in:
         return
     if ":" not in reference:
@@ -49,7 +49,7 @@ def load_object(option: str, reference: str) -> Any:
 
 @contextlib.contextmanager
 def user_errors(subject: str, error_class: type[ClusterError] = UsageError) -> Iterator[None]:
-    """Report an error of a user's code, which may raise anything, in one line that begins with `subject`."""
+    """Context manager that turns any exception of a user's code into a one-line error that begins with `subject`."""
     try:
         yield
     except ClusterError:
@@ -70,7 +70,7 @@ def accepts_arguments(function: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def call_user_function(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a user's function."""
+    """Call a user's function; turn its exceptions into UsageErrors, except those in `NOT_THEIRS`."""
     try:
         return function(*arguments)
     except ClusterError:
@@ -82,7 +82,7 @@ def call_user_function(option: str, reference: str, function: Callable[..., Any]
 
 
 def code_dir(reference: str) -> Path | None:
-    """Return the folder that a reference needs on a task's path; None if every task has it."""
+    """Return the folder to add to a task's Python path for a reference; None if every task can import it."""
     if ":" not in reference:
         return None
     spec = importlib.util.find_spec(reference.partition(":")[0].partition(".")[0])
