@@ -40,7 +40,7 @@ class Callbacks(Action):
                     steps=context.epoch_end(0),
                     verbose=0,
                 )
-        except ValueError as error:  # of tf_keras under parameter servers, which knows no batches
+        except ValueError as error:  # from tf_keras under parameter servers, without batch callbacks
             raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
         self._made = [callback_state.encode_attributes(callback)[0] for callback in self._callbacks]
         self._lost: set[str] = set()
@@ -61,7 +61,7 @@ class Callbacks(Action):
         within = first < self._context.total_steps and not self.stops and restored.epoch == epoch
         self._model.stop_training = False
         with contextlib.ExitStack() as stack:
-            if resumes:  # they have had their effect; these calls only open files and the like
+            if resumes:  # the state has their effects; these calls only open files and the like
                 stack.enter_context(self._same_variables())
                 stack.enter_context(callback_state.appending(self._callbacks, restored.sizes))
             self._list.on_train_begin()
@@ -73,7 +73,7 @@ class Callbacks(Action):
             self._warn("these are not the callbacks of the checkpoint; they start with their initial state", [""])
         self._model.stop_training = False
         self._encoded()
-        if restored.steps and not within:  # it was saved at the end of an epoch, before callbacks were called for that
+        if restored.steps and not within:  # saved at the end of an epoch, before callbacks were called for it
             evaluate()
             self.end_epoch(first)
         if not within and first < self._context.total_steps and not self.stops:
@@ -114,7 +114,7 @@ class Callbacks(Action):
         self.end_batch(progress.step, len(progress.result.losses), sums)
 
     def end_batch(self, step: int, count: int, sums: Mapping[str, float]) -> None:
-        """End a batch of `count` steps with `step`; `sums` are those of the steps' values."""
+        """End a batch of `count` steps that ends at `step`; `sums` are the sums of the steps' values."""
         self.add(count, sums)
         self._list.on_train_batch_end(step - 1 - self._context.epoch_begin(step - 1), self._logs())
         self._note_stop()
@@ -126,7 +126,7 @@ class Callbacks(Action):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Call callbacks before and after an evaluation, such as those that evaluate by averages of the weights."""
+        """Call the callbacks before and after an evaluation; some evaluate averages of the weights."""
         self._list.on_test_begin()
         yield
         self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self._report.results.items()})

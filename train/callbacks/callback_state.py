@@ -1,7 +1,7 @@
-"""The state of callbacks in a checkpoint, because a restart must not change when training stops.
+"""The state of callbacks in a checkpoint, so that a restart does not change when training stops.
 
 The attributes of a callback that have changed since it was created are saved, as far as `plain_values.py` can encode
-them. Everything else, such as open files, is created by each generation, and is reported.
+them. Everything else, such as open files, is recreated by each generation, with a warning.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _WITHOUT_STATE = {
     keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
     keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
 }
-"""Attributes of Keras's callbacks that belong to a process."""
+"""Attributes of Keras's callbacks that belong to a process, not to the training."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class CallbackProgress:
     steps: int = 0
     """Steps done in this epoch; 0 once callbacks were called for its end."""
     sums: dict[str, float] = field(default_factory=dict)
-    """Sum over those steps of each logged value."""
+    """Sum of each logged value over these steps."""
     epoch_logs: dict[str, float] = field(default_factory=dict)
     """Logs of the newest finished epoch."""
     results: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""Python values as bytes and back, without pickle: decoding creates data and runs no code.
+"""Encoding of Python values as bytes, without pickle: decoding creates data and runs no code.
 
 Decoding creates numbers, text, containers, arrays and random generators. It updates objects, functions with closures,
 variables and metrics in place, so the decoding process must have an equal object. Callbacks that the same function
-creates fulfil that.
+creates meet this condition.
 """
 
 import collections
@@ -68,7 +68,7 @@ def encode_value(value: Any, *, in_place: bool = False) -> bytes:
 
 
 def decode_value(encoded: bytes, current: Any = None) -> Any:
-    """Decode a value, or update `current` to it; raise ValueError if that is an object of another kind."""
+    """Decode a value, or update `current` to it; raise ValueError if `current` is an object of another kind."""
     file, arrays = io.BytesIO(encoded), []
     while file.tell() < len(encoded):
         arrays.append(np.load(file, allow_pickle=False))

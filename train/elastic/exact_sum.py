@@ -52,7 +52,7 @@ def _on_grid(part: tf.Tensor, shift: tf.Tensor) -> tf.Tensor:
 def _largest_exponents(part: tf.Tensor) -> tf.Tensor:
     """Return the largest biased exponent in each row of float32 tensors, `[..., 1] int64`; for vectors of each number.
 
-    Comparing whole numbers keeps NaN.
+    The comparison as integers preserves NaN.
     """
     magnitudes = tf.bitwise.bitwise_and(tf.bitcast(part, tf.int32), tf.constant(2**31 - 1, tf.int32))
     largest = tf.reduce_max(magnitudes, 0)

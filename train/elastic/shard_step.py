@@ -4,8 +4,8 @@ The global batch is always cut into V virtual shards, `VirtualShards`. One repli
 operations on the same shapes, so that the bits of its results are the same on any replica. The results are then added
 up exactly (`exact_sum.py`), independent of the order.
 
-For the model a shard has the role of a replica: random layers draw by it, it has micro-batches, and BatchNormalization
-normalizes over each of them; layers' state follows `train/model/layer_state.py`.
+To the model, a shard is a replica: random layers draw by shard, and BatchNormalization normalizes over each of a
+shard's micro-batches; layers' state follows `train/model/layer_state.py`.
 
 Source: the virtual workers of EasyScale for PyTorch (Li et al., arXiv:2208.14228).
 
@@ -28,10 +28,10 @@ from train.patches import nan_gradients, placed_seeds
 
 
 class ComputedShards(NamedTuple):
-    """Results of a replica's shards before it exchanges anything."""
+    """Results of a replica's shards before any exchange with other replicas."""
 
     numbers_n: tf.Tensor
-    """Numbers of its shards, int64."""
+    """Numbers of this replica's shards, int64."""
     gradients: list[tf.Tensor]
     """Gradient of each trainable variable, `[n, ...] float32`."""
     state: list[tf.Tensor]
@@ -44,8 +44,7 @@ class ComputedShards(NamedTuple):
 class ElasticTrainStep(TrainStep):
     """A training step on virtual shards; `num_replicas` is their number.
 
-    A replica holds the gradients of all of its shards in memory, because the grid of their sum follows from the
-    largest.
+    A replica holds the gradients of all of its shards in memory, as the largest determines the grid of their sum.
     """
 
     shards: VirtualShards = field(kw_only=True)

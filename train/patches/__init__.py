@@ -1,4 +1,4 @@
-"""Repairs of Keras and TensorFlow, one file each.
+"""Patches of Keras and TensorFlow, one file each.
 
 The docstring of each file names the defect, the version that has it, the test that shows it, and the condition under
 which the patch is not applied. A patch whose `apply` finds no defect replaces nothing and returns an empty list.

@@ -5,8 +5,8 @@ Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_the_chief_alone_must_write_what_callbacks_save
 Not applied: to a task that trains alone.
 
-The other tasks write to a temporary folder that is deleted at once, because reading some variables takes all tasks.
-Nothing here waits for a collective: a script may give a callback to its chief alone.
+The other tasks write to a temporary folder that is deleted at once, because reading some variables is a collective
+operation. Nothing here waits for a collective: a script may give a callback to its chief alone.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def _in_task_folder(path: str) -> Path | None:
 
 
 def _begin(backup: Any, logs: Any = None) -> None:
-    """Restore the chief's backup, also if the path is in each task's working folder."""
+    """Restore the chief's backup, even if the path is in each task's working folder."""
     path = _in_task_folder(backup.backup_dir)
     if _is_chief(backup.model) is False and path is not None:
         _move(backup, str(Path(os.environ["RUN_DIR"], "work", "chief", path)))

@@ -1,7 +1,7 @@
 """CentralStorageStrategy adds the gradients of its replicas in their order.
 
-Defect: AddN begins with whichever input nobody else needs any more, which depends on timing. From three replicas on,
-a run gives other bits when it is repeated.
+Defect: AddN begins with whichever input has no other user left, which depends on timing. With three or more replicas, a
+repeated run gives different bits.
 Versions: TensorFlow 2.21.0.
 Test: tests/unit/train/patches/test_gradients.py::test_replicas_are_added_in_their_order
 Not applied: to other strategies, which use collective operations.

@@ -1,7 +1,7 @@
 """Layers' state, such as moving averages, is aggregated over replicas.
 
-Defect: `Layer.add_weight` creates state without an aggregation. Each replica then has its own, and the chief saves that
-of its part of the data; CentralStorageStrategy refuses to update it at all.
+Defect: `Layer.add_weight` creates state without an aggregation. Each replica then has its own, and the chief saves the
+one for its part of the data; CentralStorageStrategy refuses to update it at all.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_moving_averages_must_be_those_of_all_replicas
 Not applied: to variables that have an aggregation. The built-in trainer uses `train/model/layer_state.py` instead.

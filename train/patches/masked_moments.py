@@ -1,9 +1,9 @@
 """BatchNormalization leaves masked positions out over the global batch.
 
-Defect: a synchronized layer takes the moments of all replicas without a mask, but the local ones with it.
+Defect: a synchronized layer computes moments over all replicas without a mask, but only local ones with a mask.
 Versions: Keras 3.15.1.
 Test: tests/process/train/test_trainer_patches.py::test_keras_itself_leaves_them_out_by_replica
-Not applied: if `BatchNormalization._moments` adds up over replicas also with a mask.
+Not applied: if `BatchNormalization._moments` sums over replicas with a mask, too.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """An optimizer averages only the weights that an update changes.
 
-Defect: with `use_ema` Keras averages all weights that the optimizer was built for, also those of other stages.
+Defect: with `use_ema` Keras averages all weights that the optimizer was built for, including those of other stages.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/pipeline/test_stage_variables.py
-Not applied: to optimizers that `average_changed_weights` was not called for: only stages of a pipeline need it.
+Not applied: unless `average_changed_weights` is called, which only stages of a pipeline need.
 """
 
 from types import SimpleNamespace

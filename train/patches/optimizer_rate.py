@@ -15,7 +15,7 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def fixed_rate(optimizer: keras.optimizers.Optimizer, rate: tf.Tensor) -> Iterator[None]:
-    """Give an optimizer a learning rate inside, instead of that of its count of updates."""
+    """Make an optimizer use this learning rate inside, instead of the one for its count of updates."""
     optimizer._get_current_learning_rate = lambda: rate
     try:
         yield

@@ -33,11 +33,11 @@ class RandomPlace:
     graph: tf.Graph = field(default_factory=tf.compat.v1.get_default_graph)
     """The graph in which layers are called."""
     repeats: bool = False
-    """Whether a draw was inside of a loop, whose iterations would all draw the same."""
+    """Whether a draw was inside a loop, whose iterations would all draw the same."""
 
 
 _DRAWS = 2**44
-"""More than the numbers of all draws of all generators, whose own seeds have 32 bits."""
+"""Exceeds the number of any draw of any generator, whose own seeds have 32 bits."""
 
 _place: contextvars.ContextVar[RandomPlace | None] = contextvars.ContextVar("place", default=None)
 _keras_next_seed = keras.random.SeedGenerator.next
@@ -55,7 +55,7 @@ def random_place(
     """Set the place from which layers called inside draw their random numbers.
 
     `step`, the optimizer steps done before this one, `replica` and `micro_batch`, None for number 0, are int64 scalars.
-    `drawn` says how many seeds the stages before have drawn from each generator, by its `id`.
+    `drawn` is how many seeds the earlier stages have drawn from each generator, by its `id`.
     """
     inside = RandomPlace(step, replica, micro_batch, dict(drawn or {}))
     token = _place.set(inside)
@@ -63,7 +63,7 @@ def random_place(
         yield inside
     finally:
         _place.reset(token)
-    if inside.repeats:  # raised after the call of the model, which would extend the message
+    if inside.repeats:  # raised after the model's call, in which Keras extends messages
         raise UsageError(
             "a layer draws random numbers inside of a loop, such as Dropout in the cell of an RNN, and would draw the "
             "same in each iteration; draw before the loop, as keras.layers.LSTM(dropout=...) does"
@@ -87,7 +87,7 @@ def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> t
 
 
 def _is_in_loop(outside: tf.Graph) -> bool:
-    """Whether the current graph is the body of a loop inside of another graph."""
+    """Whether the current graph is the body of a loop inside another graph."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not outside and isinstance(graph, tf.__internal__.FuncGraph):
         if type(graph).__name__ == "WhileBodyFuncGraph":  # has no public name

@@ -1,9 +1,9 @@
-"""Keras is imported without matplotlib and IPython, which takes more than half a second less.
+"""Keras is imported without matplotlib and IPython, which saves more than half a second.
 
-Defect: Keras imports them, where they are installed, to be able to draw. No task draws.
+Defect: Keras imports them for plotting if they are installed. No task plots.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_quick_imports.py
-Not applied: to those that are imported already.
+Not applied: to modules that have been imported already.
 """
 
 import gc
@@ -16,7 +16,7 @@ DRAWING = ("matplotlib", "IPython")
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Hide `DRAWING` from imports inside, and do not collect garbage among modules, which stay anyway.
+    """Hide `DRAWING` from imports inside, and suspend garbage collection, because modules stay in memory anyway.
 
     Later imports of `DRAWING`, such as those of the user's modules, work.
     """

@@ -14,7 +14,7 @@ import tensorflow as tf
 from . import replace
 
 _REPLICA_STRIDE = 0x9E3779B1
-"""An odd number of 32 bits: its multiples are all different."""
+"""An odd 32-bit number, so that its multiples modulo 2**32 all differ."""
 
 _keras_next_seed = keras.random.SeedGenerator.next
 

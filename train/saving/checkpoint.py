@@ -102,8 +102,8 @@ class CheckpointManager:
         Newer checkpoints, which are damaged or unreadable for some task, are set aside.
 
         Args:
-            gather: collects the numbers of all tasks: a collective operation.
-            snapshots: those in memory, if there are any.
+            gather: collective operation that collects a number from every task.
+            snapshots: snapshots in memory, if there are any.
         """
         listed = next((saved.step for saved in list_finished(self.folder)), NO_CHECKPOINT)
         if snapshots and (step := snapshots.restore(listed)) is not None:
@@ -129,10 +129,10 @@ class CheckpointManager:
         return int(self.step.numpy())
 
     def prepare(self) -> Snapshot:
-        """Return the copy of the variables that a save writes, which the first call creates.
+        """Return the copy of the variables that a save writes; the first call creates it.
 
         Call outside the strategy's scope: inside, as in the callbacks of `fit`, the variables would belong to the
-        strategy, which shares them between tasks and does not support text.
+        strategy, which shares them between tasks and does not support strings.
         """
         if self._copy is None:
             names = {
@@ -145,7 +145,7 @@ class CheckpointManager:
     def save(self, step: int) -> None:
         """Save the state after `step` optimizer steps. Every task calls this at the same step.
 
-        Training can continue immediately, as a thread writes a copy.
+        A thread writes a copy, so that training can continue immediately.
         """
         self.wait()
         self.step.assign(step)

@@ -12,11 +12,11 @@ from train.saving.trees import Mirror, unwrap
 
 
 def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
-    """Load the weights of a checkpoint into a model, or their averages if the run evaluates by these.
+    """Load the weights of a checkpoint into a model, or their averages if the run evaluates those.
 
-    The model has plain variables. `as_trained` is the model in the precision of the training, if that is another: a
-    checkpoint has its layers by number, and Keras counts casts as well. Raises tf.errors.OpError or OSError if
-    the files cannot be read.
+    The model has plain variables. `as_trained` is the model in the precision of the training, if that differs: a
+    checkpoint identifies layers by number, and Keras counts casts as well. Raises tf.errors.OpError or OSError if the
+    files cannot be read.
     """
     load_trained(model, prefix, as_trained)
     load_averages(config, model, prefix)
@@ -33,7 +33,7 @@ def load_trained(model: keras.Model, prefix: str, as_trained: keras.Model | None
 
 
 def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
-    """Load the averages of the weights into a model, if the run evaluates by these; see `load_evaluated`."""
+    """Load the averages of the weights into a model, if the run evaluates those; see `load_evaluated`."""
     if not (config.optimizer.ema_evaluate and (config.optimizer.ema or config.optimizer.own)):
         return
     optimizer = optimizers.build_for_model(config, model)

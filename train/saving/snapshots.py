@@ -1,9 +1,9 @@
-"""In-memory snapshots of a task's state that outlive its program, so that a failure repeats no step.
+"""In-memory snapshots of a task's state that survive its program, so that no step is repeated after a failure.
 
-After calls of the inner loop each task copies what a checkpoint would have into one of two files in memory, which its
-agent holds (`cluster/contract/recovery/snapshot_files.py`), in turn: a kill while one is written leaves the other.
-After a failure the tasks continue from the newest snapshot: each from its own, and a task without it from that of
-another, which a collective operation copies. Checkpoints in memory are due to Wang et al., GEMINI, SOSP 2023.
+After calls of the inner loop, each task copies the contents of a checkpoint into one of two in-memory files in turn,
+which its agent holds open (`cluster/contract/recovery/snapshot_files.py`): a kill during one write leaves the other
+file intact. After a failure, tasks continue from the newest snapshot: each from its own, or from another task's, which
+a collective operation copies. Source: Wang et al., GEMINI, SOSP 2023.
 """
 
 import mmap
@@ -20,19 +20,19 @@ from cluster.system.messages import size
 from train.saving.trees import Mirror, has_value
 
 NONE = -1
-"""The number of steps for no snapshot."""
+"""Stands for the steps of a missing snapshot."""
 CHUNK = 2**20
-"""Words that one collective operation copies."""
+"""Number of 8-byte words that one collective operation copies."""
 ROOM_SHARE = 0.5
 """Largest share of the available memory that the snapshots may take."""
 _HEADER, _LENGTH = struct.Struct("<qqqq"), struct.Struct("<q")
-"""Number of steps plus 1, so that zeros mean none; layout; bytes of the values; the sum of all other words. Each value
-follows after its length."""
+"""Header: steps plus 1, so that zeros mean no snapshot; hash of the layout; bytes of the values; the sum of all other
+words. Each value is preceded by its length."""
 
 Gather = Callable[[int], Sequence[int]]
-"""Collects the numbers of all replicas' tasks: a collective operation."""
+"""Collective operation that collects a number from each replica's task."""
 Broadcast = Callable[[np.ndarray, int], np.ndarray]
-"""Copies `[CHUNK] int64` from one replica's task to all: a collective operation."""
+"""Collective operation that copies `[CHUNK] int64` from one replica's task to all tasks."""
 
 
 class MemorySnapshots:
@@ -43,10 +43,10 @@ class MemorySnapshots:
     ) -> None:
         """Prepare snapshots of a tree of variables in two files, given by descriptor.
 
-        `broadcast` is None where the tasks have different states, so that each needs its own.
+        `broadcast` is None if the tasks have different states, so that each needs its own snapshot.
         """
         self._files, self._gather, self._broadcast = files, gather, broadcast
-        # Build it now: once compiled, the model reaches its optimizer, which moves the variables in the tree.
+        # Build the tree now: a compiled model refers to its optimizer, which moves the variables in the tree.
         self._tree = Mirror(checkpoint, lambda variable: variable if has_value(variable) else None)
         self._layout = _hash_layout(self._tree)
         self._warned = False
@@ -54,7 +54,7 @@ class MemorySnapshots:
     def write(self, step: int) -> None:
         """Copy the state after `step` steps. All tasks call it at the same step: reading can be a collective operation.
 
-        A state that is too large for the memory is not copied, with a warning.
+        If the memory is too small for the state, nothing is copied, and a warning is printed.
         """
         values = [read_octets(variable) for variable, _ in self._tree.pairs]
         length = sum(8 + octets.size + _padding(octets) for octets in values)
@@ -79,9 +79,10 @@ class MemorySnapshots:
         return needed <= has * ROOM_SHARE
 
     def restore(self, newest_saved: int) -> int | None:
-        """Restore the newest snapshot, the same in all tasks, which all call this; return its number of steps.
+        """Restore the newest snapshot, of the same step in all tasks, which all call this; return its steps.
 
-        Returns None if there is none, or a newer checkpoint; the newest that this task found is of step `newest_saved`.
+        Returns None if there is no snapshot or a checkpoint is newer; `newest_saved` is the newest that this task
+        found.
         """
         held = {_steps_of(file): file for file in self._files if self._is_complete(file)}
         newest, older = [*sorted(held, reverse=True), NONE, NONE][:2]
@@ -98,7 +99,7 @@ class MemorySnapshots:
         return step
 
     def _discard(self, files: Iterable[int]) -> None:
-        """Discard snapshots of steps that are repeated now, or that a checkpoint replaces."""
+        """Discard snapshots of steps that will be repeated, or that a newer checkpoint replaces."""
         for file in files:
             _fill(file, bytes(_HEADER.size), ())
 
@@ -117,7 +118,7 @@ class MemorySnapshots:
         length = self._gather(own.size)[replica]
         received = np.zeros(-(-length // (8 * CHUNK)) * CHUNK, np.int64)
         octets = received.view(np.uint8)
-        octets[: own.size] = own[: octets.size]  # an old one of another length does not count
+        octets[: own.size] = own[: octets.size]  # an old snapshot of another length is ignored
         for begin in range(0, received.size, CHUNK):
             received[begin : begin + CHUNK] = self._broadcast(received[begin : begin + CHUNK], replica)
         if step not in held:
@@ -126,15 +127,15 @@ class MemorySnapshots:
 
 
 def choose(held: Sequence[Iterable[int]], *, by_all: bool) -> int | None:
-    """Return the newest step, `NONE` aside, of which some task has a snapshot, or every task; None if there is none."""
+    """Return the newest step of which some task has a snapshot, or every task if `by_all`; None if there is none."""
     sets = [set(each) - {NONE} for each in held]
     return max(set.intersection(*sets) if by_all else set.union(*sets), default=None)
 
 
 def checksum(values: Iterable[np.ndarray]) -> int:
-    """Return a number of 64 bits for arrays, `[N] uint8` each: the sum of their bits.
+    """Return a 64-bit checksum of arrays, `[N] uint8` each: a weighted sum of their words.
 
-    Each array has an odd factor, so that one bit changes the number, and so do two arrays in each other's place.
+    Each array has a different odd weight, so that a flipped bit or two swapped arrays change the checksum.
     """
     return _signed(sum((2 * index + 1) * _sum_words(octets) for index, octets in enumerate(values)))
 
@@ -150,14 +151,14 @@ def _signed(number: int) -> int:
 
 
 def _hash_layout(tree: Mirror) -> int:
-    """Return a hash of the variables' places, types and shapes: other variables cannot be restored."""
+    """Return a hash of the variables' paths, types and shapes; only snapshots with the same hash can be restored."""
     pairs = zip(tree.paths, tree.pairs, strict=True)
     lines = [f"{path} {variable.dtype.name} {variable.shape}" for path, (variable, _) in pairs]
     return zlib.crc32("\n".join(lines).encode())
 
 
 def _fill(file: int, header: bytes, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file, its header last: until then it has no snapshot."""
+    """Write a file, its header last; until then the file has no valid snapshot."""
     with open(file, "r+b", closefd=False) as stream:
         stream.seek(0)  # all programs of the task share the position
         stream.write(bytes(_HEADER.size))
@@ -202,7 +203,7 @@ def read_octets(variable: tf.Variable) -> np.ndarray:
         if variable.synchronization == tf.VariableSynchronization.ON_READ:
             return _as_octets(variable.read_value())  # merges the copies of all tasks
         variable = variable.values[0]
-    # A quarter of the time of `read_value`.
+    # Takes a quarter of the time of `read_value`.
     return _as_octets(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype))
 
 

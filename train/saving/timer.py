@@ -21,15 +21,15 @@ AUTO = "auto"
 LEAST_SECONDS = 0.1
 
 CALM_MTBF_S = 3600.0
-"""Expected time between failures of a run without failures."""
+"""Assumed mean time between failures of a run that has had none."""
 EXPECTED_COST_S = 0.05
-"""Expected cost of the first save."""
+"""Assumed cost of the first save."""
 MOST_S = 600.0
 """Longest `auto` interval, unless saves are too expensive even for that."""
 MOST_SHARE = 0.1
 """Share of the time that saves may cost before the interval grows beyond `MOST_S`."""
 RECENT = 5
-"""Number of recent failures and saves that count, because both change during a run."""
+"""Number of recent failures and saves taken into account, because both change during a run."""
 
 
 def parse_interval(every: int | str) -> tuple[int, float]:
@@ -50,7 +50,7 @@ def parse_interval(every: int | str) -> tuple[int, float]:
 def best_interval_s(cost_s: float, writing_s: float, mtbf_s: float) -> float:
     """Return the seconds of training between two saves that minimize the lost time.
 
-    A save costs `cost_s` of training, and is written in `writing_s` concurrently, which is the least interval.
+    A save blocks training for `cost_s`; writing it takes `writing_s` concurrently, which is the minimum interval.
     """
     best = mtbf_s
     if 0 < cost_s < 2 * mtbf_s:
@@ -96,10 +96,10 @@ class Past:
 
 
 def following_steps(steps: int, steps_per_loop: int, *, brief: bool) -> int:
-    """Return the number of steps of the inner call after one of `steps`, without periodic work between them.
+    """Return the number of steps of the inner call after one of `steps`, unless an action requires an earlier end.
 
-    Calls grow from one step, the first of which compiles, to `steps_per_loop`, so that a stop or a checkpoint is never
-    far away at the start.
+    Calls grow from a single step, which compiles, to `steps_per_loop`, so that a stop or a checkpoint is never far away
+    at the start; `brief` halves them.
     """
     return max(1, steps // 2) if brief else min(2 * steps, steps_per_loop)
 
@@ -144,7 +144,7 @@ class SaveTimer:
         return elapsed_s + 1.5 * call_s >= self._interval_s
 
     def brief(self, steps: int) -> bool:
-        """Whether the next checkpoint is due within `steps` steps, so that calls should be shorter."""
+        """Whether the save interval is shorter than a call of `steps` steps, so that calls should be shorter."""
         if not self._decides:
             return False
         if self._step_s is None:
@@ -155,7 +155,7 @@ class SaveTimer:
     def waits(self) -> bool:
         """Whether training must wait until the next checkpoint is on the disk.
 
-        The previous generation was killed before it finished one, which could otherwise repeat indefinitely.
+        True if the previous generation was killed before it finished one, which could otherwise recur indefinitely.
         """
         return self._catches_up and self._past.stuck
 
@@ -176,7 +176,7 @@ class SaveTimer:
     def saved(self, cost_s: float = 0.0, writing_s: float | None = None) -> None:
         """Restart the interval after a checkpoint, for which training waited `cost_s`.
 
-        The last finished one was written in `writing_s`, concurrently with the training.
+        `writing_s` is how long the last finished one took to write, concurrently with the training.
         """
         if self._costs_s is None:
             self._costs_s = deque(maxlen=RECENT)  # the first save of a generation also creates the copy

@@ -27,24 +27,24 @@ from cluster.system.json_files import read_json, write_json
 from cluster.system.waiting import wait_until
 
 LIMIT_S = 600.0
-"""Longest wait for the others. A task that fails to write ends, and the agents end the others."""
+"""Longest wait for the other tasks. A task that fails to write ends, and then the agents end the others."""
 PAUSE_S = 0.01
 
 
 def unwrap(variable: Any) -> tf.Variable:
-    """Return TensorFlow's variable of a variable of either Keras."""
+    """Return the TensorFlow variable inside a variable of either Keras."""
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def has_value(variable: Any) -> bool:
-    """Whether a variable has a value in this task; those of stages of other tasks have none."""
+    """Whether a variable has a value in this task; variables of other tasks' stages have none."""
     return not isinstance(unwrap(variable), UninitializedVariable)
 
 
 class Mirror:
     """The tree that TensorFlow saves for a checkpoint, with each variable replaced.
 
-    Files of the one can be restored to the other.
+    Files saved from one tree can be restored to the other.
 
     Attributes:
         checkpoint: the tree.
@@ -129,7 +129,7 @@ class Joint:
     Attributes:
         number: number of this task; 0 merges the files and writes the variables that all tasks have.
         count: number of tasks that write.
-        owns: whether only this task has a variable.
+        owns: returns whether only this task has a variable.
     """
 
     number: int

@@ -55,7 +55,7 @@ def check_parts(
     """Check that the model takes the data's features, and the loss the data's labels and the model's outputs.
 
     Args:
-        batch_divisor: number of replicas that share a batch; under parameter servers each worker has its own.
+        batch_divisor: number of replicas that share a batch; under parameter servers each worker has a separate batch.
         stages: number of stages; 0 if the model is not cut.
         pipelines: number of pipelines.
         memory_bytes: memory of each stage; None for no limit.
@@ -286,7 +286,7 @@ def _check_positions(where: str, labels: Named, outputs: Named, function: Callab
 
 
 def _depends_on_others(labels: Named, outputs: Named, loss: Callable[..., Any]) -> bool:
-    """Whether the loss of an example is another one next to another example, tried on random numbers."""
+    """Whether the loss of an example depends on the other examples of a batch, tested with random numbers."""
     random = np.random.default_rng(0)
 
     def drawn(spec: Any) -> Any:
@@ -305,7 +305,7 @@ def _depends_on_others(labels: Named, outputs: Named, loss: Callable[..., Any]) 
     three = tf.nest.map_structure(drawn, [labels, outputs])
     try:
         one, other = first(0, 1), first(0, 2)
-    except (Exception, SystemExit):  # it may take some numbers only
+    except (Exception, SystemExit):  # it may accept only some numbers
         return False
     return math.isfinite(one) and not math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
 

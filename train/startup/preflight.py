@@ -3,8 +3,8 @@
     python -m train.startup.preflight check OPTIONS    checks model and loss
     python -m train.startup.preflight memory OPTIONS   counts the model's memory
 
-`cluster/host/launch/configuration.py` calls it, with the options as JSON: those of `model_checks.check_parts`. The
-checks are only for configurations with a user's parts, because they import TensorFlow. The result goes to the file that
+`cluster/host/launch/configuration.py` calls it, with the options of `model_checks.check_parts` as JSON. Only
+configurations with a user's parts are checked, because that imports TensorFlow. The result goes to the file that
 `cluster/contract/user_code.py` names.
 """
 

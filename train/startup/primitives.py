@@ -20,7 +20,7 @@ OPERATIONS = CONVOLUTIONS | frozenset(_OPERATIONS["others"])
 def find_unverified(graphs: Iterable[tf.Graph]) -> dict[str, list[str]]:
     """Return the primitives of a model's graphs whose bits may vary from call to call, or that were not measured.
 
-    They are those of each `--onednn` that limits the instructions.
+    The keys are the values of `--onednn` that limit the instructions.
     """
     used = {name for graph in graphs for name in list_primitives(graph)}
     tables = tomllib.loads(TABLE.read_text())

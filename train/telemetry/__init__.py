@@ -1,1 +1,1 @@
-"""What a task reports while it trains."""
+"""Reports of a task about its training."""

@@ -42,8 +42,8 @@ def record_environment(run: RunFolder, dataset: str, source: Source) -> None:
 def _used(source: Source) -> dict[str, str]:
     """Return the sha256 of the files of the data.
 
-    That of arrays is checked now. Shards can be too large for that: theirs was recorded with the hashes of the blocks,
-    which are checked whenever a shard is read.
+    Files of arrays are verified now. Shards can be too large for that; their blocks are verified whenever a shard is
+    read.
     """
     record = source.record
     for file in record.files if source.in_memory else ():

@@ -1,8 +1,8 @@
-"""The position of a task among the others, for its heartbeat.
+"""How far a task has come, compared with the other tasks, for its heartbeat.
 
-Inside a graph it is written into a variable, which the thread that writes heartbeats reads. That takes a few
-microseconds, and no computation waits for it, so that the weights keep their bits. On a GPU an operation ends before
-its computation, and a TPU has no such variables: there and in Keras's `fit` a whole call counts as one exchange.
+Inside a graph the position is written to a variable, which the heartbeat thread reads. That takes a few microseconds,
+and no computation waits for it, so the weights keep their bits. On a GPU an operation ends before its computation, and
+a TPU has no such variables: there and in Keras's `fit`, a whole call counts as one exchange.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Positions:
         self._in_python, self._seen, self._since = 0, 0, time.monotonic()
 
     def set(self, place: Place, step: Any, after: Any = (), *, left: bool = False) -> None:
-        """Note that this task enters or has left a place of a step; inside a graph, int64, once `after` is computed."""
+        """Record that this task enters or has left a place of a step; in a graph, int64, once `after` is computed."""
         number = 2 * (len(Place) * step + [*Place].index(place)) + left
         if not tf.is_tensor(number):
             self._in_python = number

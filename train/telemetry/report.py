@@ -35,7 +35,7 @@ class Report(Action):
     """Writes the progress of one generation's training to the run folder."""
 
     def __init__(self, context: TaskContext, first: int, policy: GradientPolicy, source: str = "") -> None:
-        """Report a training from step `first`, whose state is from this source."""
+        """Report a training from step `first`, whose state was restored from `source`, if any."""
         self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
         self._context = context
         self._config = context.config
@@ -90,7 +90,7 @@ class Report(Action):
                 self.metrics.log(at, self._epoch(at), total, {**step_values, "examples_per_s": rate, **scale})
 
     def save(self, step: int, checkpoint: CheckpointManager, timer: SaveTimer) -> None:
-        """Save a checkpoint, and report how long the training waited for it; the checkpoint reports its end."""
+        """Save a checkpoint, and report how long the training waited for it; `checkpoint` reports its completion."""
         with self._spending("save"):
             began = time.perf_counter()
             self._heartbeat.update(state="saving")
@@ -119,7 +119,7 @@ class Report(Action):
         """Export the model unless the training was stopped, and write the result. The chief leaves the cluster last."""
         context, result = self._context, self._context.run.control / "result.json"
         divided = context.task_stages is not None and not context.task_stages.whole
-        # On every task, because reading moving averages that are a mean over all tasks takes all of them.
+        # On every task, because reading a moving average that is a mean over all tasks is a collective operation.
         with contextlib.nullcontext() if divided else self._averaged():
             weights = [] if stopped or divided else context.model.get_weights()
         if context.chief:
@@ -141,7 +141,7 @@ class Report(Action):
             time.sleep(0.02)  # the chief's coordination service regards a task that leaves early as lost
 
     def _export(self, model: keras.Model, weights: list[np.ndarray], step: int) -> None:
-        """Export a model with these weights; without weights, a pipeline's checkpoint has set those of the model."""
+        """Export a model with these weights; if there are none, the model has those of a pipeline's checkpoint."""
         config, run = self._config, self._context.run
         if weights:
             model.set_weights(weights)
@@ -190,7 +190,7 @@ class Report(Action):
 
 
 class LedgerWriter:
-    """The chief's time in one generation, which the run folder keeps even if the chief is killed."""
+    """Records the chief's time in one generation in the run folder, where it survives a kill of the chief."""
 
     def __init__(self, run: RunFolder, generation: int, first: int, source: str) -> None:
         self._path = run.ledger(generation)

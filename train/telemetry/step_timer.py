@@ -1,6 +1,6 @@
-"""Measures the steps of a task by marks inside their graph, where its work can be distinguished from waiting.
+"""Measures the steps of a task by marks inside their graph, which distinguish its work from waiting.
 
-Under a synchronous strategy the steps of all tasks take as long as the slowest; the tasks differ by how much of that
+Under a synchronous strategy the steps of all tasks take as long as the slowest task's; tasks differ in how much of that
 time they are busy. A mark waits for the computation that it times, and no computation waits for a mark, so that steps
 have the same order and bits as without marks. A step begins when the previous one has ended with its update, which
 includes waiting for the others.
@@ -42,7 +42,7 @@ class StepTimer:
         self._first_replica: tf.distribute.ReplicaContext | None = None
 
     def begin(self, done: tf.Tensor, every: tf.Tensor) -> Marked:
-        """Mark the begin of a step inside the graph; return whether it is marked."""
+        """Mark the beginning of a step inside the graph; return whether it is marked."""
         if not self.works:
             return ()
         phase = done % every
@@ -56,7 +56,7 @@ class StepTimer:
         return self._strategy.run(function, args=args)
 
     def of_replica(self, marked: Marked) -> Marked:
-        """Return `marked` on the first replica of this task, which alone is marked in a part of a step.
+        """Return `marked` on the first replica of this task, the only one that is marked in a part of a step.
 
         The marks of another replica would come later, in the order of tracing.
         """

@@ -1,6 +1,6 @@
-"""Python runs this first in a script's process; it patches Keras 3 once the script has imported it.
+"""Python runs this module first in a script's process; it patches Keras 3 once the script has imported it.
 
-A meta-path finder does so, so that a script without Keras pays nothing. The script itself is not modified.
+It uses a meta-path finder, so that a script without Keras pays nothing. The script itself is not modified.
 """
 
 import importlib.machinery
@@ -28,7 +28,7 @@ CHANGED = (
 
 
 class KerasFinder:
-    """Finds Keras only."""
+    """Meta-path finder for Keras only."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -68,7 +68,7 @@ def load_patches() -> Any:
 
 
 def needs_keras_2(error: BaseException, trace: TracebackType | None) -> str | None:
-    """Name the call of the script that Keras 3 refuses, if the error comes from one."""
+    """Return the script's call that Keras 3 rejects, if the error comes from one; otherwise None."""
     message = next(iter(str(error).strip().splitlines()), "")
     if os.environ.get("TF_USE_LEGACY_KERAS", "0") not in ("0", "", "False") or "keras" not in sys.modules:
         return None
