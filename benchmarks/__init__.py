@@ -1,1 +1,1 @@
-"""What the README's figures come from."""
+"""Benchmarks behind the figures in the README."""

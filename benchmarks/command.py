@@ -1,4 +1,4 @@
-"""The story of `invoke bench`: which benchmarks there are, and what becomes of what they find."""
+"""Implements `invoke bench`: selects benchmarks, runs them and stores their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cluster.system.messages import counted, short_path
 NAMES = ("start", "throughput", "scaling", "determinism", "telemetry", "input", "tasks", "recovery", "images")
 """Modules of this package with a function `measure`, in the order in which they are measured."""
 ON_REQUEST = ("exchange", "elastic", "saving", "goodput", "pipeline", "gang", "own_models")
-"""More of them, measured where `--only` names them."""
+"""Further benchmarks, measured only if `--only` names them."""
 NEEDS_ENGINE = ("images",)
 
 
@@ -43,18 +43,18 @@ def chosen(only: str) -> list[str]:
 def main(
     only: str, rounds: int, *, write: bool, quick: bool, peers: bool, runtime: str, log: Callable[[str], object]
 ) -> tuple[int, list[results.Row]]:
-    """Measure, and keep what was found; return the exit code and the rows.
+    """Measure, and store the results; return the exit code and the rows.
 
-    A benchmark that fails keeps none of the others from being measured; its earlier figures stay.
+    If a benchmark fails, the others still run, and its earlier figures are kept.
 
     Args:
         only: names of benchmarks, separated by commas; empty: `NAMES`.
-        rounds: of each.
-        write: whether the tables of the documents are renewed.
-        quick: whether everything is only tried, and nothing kept.
-        peers: whether PyTorch and Ray are measured, too.
-        runtime: as for `up`; `local`: nothing that needs an engine.
-        log: takes a line of progress.
+        rounds: number of rounds of each.
+        write: whether to update the tables in the documents.
+        quick: whether to only try everything, and store nothing.
+        peers: whether to measure PyTorch and Ray, too.
+        runtime: as for `up`; `local` excludes everything that needs an engine.
+        log: receives lines of progress.
 
     Raises:
         UsageError: a name is unknown.
@@ -72,12 +72,12 @@ def main(
         for name in names:
             try:
                 figures = _measure(name, runs)
-            except (RunFailed, TimedOut) as error:  # the others are not lost over it
+            except (RunFailed, TimedOut) as error:  # continue with the others
                 log(f"  {name} failed: {error}")
                 failed.append(name)
                 continue
             found += results.rows(figures, under)
-            if not quick:  # at once: what follows may fail
+            if not quick:  # at once, as a later benchmark may fail
                 results.write(results.merge(results.read(), found))
     _draw(found, quick=quick, log=log)
     if write and not quick:
@@ -93,7 +93,7 @@ def check_plots() -> None:
     """Check that plots can be drawn.
 
     Raises:
-        PrerequisiteError: they cannot.
+        PrerequisiteError: matplotlib is missing.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise PrerequisiteError(
@@ -103,7 +103,7 @@ def check_plots() -> None:
 
 
 def _possible(names: Sequence[str], runtime: str, *, named: bool, log: Callable[[str], object]) -> list[str]:
-    """Return the benchmarks possible here: without an engine not its images, unless they were requested by name."""
+    """Return the benchmarks that can run here: without an engine, those that need it only if requested by name."""
     chosen, why = registry.choose_runtime(runtime)
     if chosen.name == "docker" or named:
         return list(names)

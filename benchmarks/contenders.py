@@ -1,6 +1,6 @@
-"""What ours is compared with, each at its best setting: every setting is tried first, and the fastest is measured.
+"""The programs to compare with, each at its best setting: every setting is tried first, and the fastest is measured.
 
-A setting changes how fast a program is, not what it computes: threads, kernels, steps a call, how batches are read.
+A setting changes a program's speed, not its results: threads, kernels, steps per call, how batches are read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from cluster.system.errors import RunFailed, TimedOut
 from cluster.system.messages import counted
 
 TRIAL_STEPS, FINALISTS = 100, 2
-"""Steps of a setting's trial, and how many of the settings, the fastest, are tried again; the fastest run counts."""
+"""Steps of a trial, and number of fastest settings that are tried again; the fastest run counts."""
 ONEDNN = {"TF_ENABLE_ONEDNN_OPTS": "1"}
-"""As ours has it, on processors for which TensorFlow leaves it off."""
+"""As in our runs, even on processors for which TensorFlow leaves oneDNN off."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contender:
-    """A program that trains the same as ours."""
+    """A program that trains the same model as ours."""
 
     title: str
     settings: Callable[[int], Sequence[Setting]]
-    """By the number of tasks; the first is its documentation's."""
+    """Number of tasks -> settings; the first is that of the program's documentation."""
     run: Callable[[Bench, int, int, Setting], list[dict[str, Any]]]
-    """Trains on so many tasks for so many steps; returns the first task's rows."""
+    """(bench, tasks, steps, setting) -> rows logged by the first task of a training."""
     alone: bool = True
     """Whether it is measured on one task, too."""
 
     def rate(self, bench: Bench, tasks: int, steps: int, setting: Setting) -> float:
-        """Return the examples/s of a training; one that fails is tried again once.
+        """Return the examples/s of a training, which is repeated once if it fails.
 
         Raises:
             RunFailed, TimedOut: it fails again.
@@ -56,12 +56,12 @@ class Contender:
 
 
 def rate(rows: list[dict[str, Any]]) -> float:
-    """Return the examples/s of a training by its rows."""
+    """Return the examples/s of a training from its rows."""
     return GLOBAL_BATCH / step_seconds(rows)
 
 
 def fastest(bench: Bench, contender: Contender, tasks: int) -> tuple[Setting, dict[str, list[float]]]:
-    """Try every setting of a program; return the fastest, and the examples/s of all trials by the name of each."""
+    """Try every setting of a program; return the fastest, and the examples/s of all trials by setting name."""
     settings = list(contender.settings(tasks))
     if bench.quick:
         return settings[0], {}
@@ -76,7 +76,7 @@ def fastest(bench: Bench, contender: Contender, tasks: int) -> tuple[Setting, di
 
 
 def threads(tasks: int) -> list[int]:
-    """Return how many threads may suit each of several tasks: its share of the cores, or all of them."""
+    """Return the numbers of threads per task to try: a task's share of the cores, and all of them."""
     return sorted({max(1, cores() // tasks), cores()})
 
 
@@ -89,7 +89,7 @@ def _fit_settings(tasks: int) -> list[Setting]:
 
 
 def _tutorial_settings(tasks: int, kernels: str, of: str, option: str, *words: str) -> list[Setting]:
-    """Return a tutorial's setting, and each number of threads with one step and with several in a call."""
+    """Return a tutorial's setting, and one for each number of threads with one and with several steps per call."""
     settings = [Setting("as in the tutorial")]
     for count in threads(tasks):
         for steps in (1, EVERY):

@@ -1,4 +1,4 @@
-"""What deterministic operations cost a step, against `--no-deterministic`."""
+"""The cost of deterministic operations per step, against `--no-deterministic`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Options = tuple[str, ...]
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Train in turn with and without."""
+    """Train alternately with and without deterministic operations."""
     plain, other = ("--workers=0", "--no-deterministic"), ("--workers=0",)
     title = "cost of deterministic operations, chief alone"
     return compared(bench, STEPS, {"determinism": (title, plain, other, Goal(0.10, at_least=False))})
 
 
 def compared(bench: Bench, steps: int, pairs: dict[str, tuple[str, Options, Options, Goal | None]]) -> list[Figure]:
-    """Train in turn with each pair of options: its title, the options without and with, and the goal.
+    """Train alternately with both options of each pair: (title, options without, options with, goal).
 
-    What two pairs share runs once a round.
+    Options that pairs share run once per round.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for turn in bench.turns():

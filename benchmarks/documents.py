@@ -1,4 +1,4 @@
-"""Tables in documents that a command renews, each between two lines that say so."""
+"""Tables in documents that a command updates, each between two marker lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ END = "<!-- its end -->"
 
 
 def begin(command: str) -> str:
-    """Return the line before the table that a command renews."""
+    """Return the marker line before the table that a command updates."""
     return f"<!-- the table that `{command}` renews -->"
 
 
 def written(path: Path, begin: str) -> list[str]:
-    """Return the table that a document has after the line `begin`."""
+    """Return the lines of a document's table after the marker line `begin`."""
     _, found, rest = path.read_text().partition(f"{begin}\n")
     inside, end, _ = rest.partition(f"{END}\n")
     if not found or not end:
@@ -26,7 +26,7 @@ def written(path: Path, begin: str) -> list[str]:
 
 
 def renew(paths: Sequence[Path], begin: str, lines: Sequence[str]) -> None:
-    """Put a table into every document in place of the one after the line `begin`; into none if one has no place."""
+    """Replace the table after the marker line `begin` in every document, or in none if one lacks the marker."""
     texts = {}
     for path in paths:
         old = "\n".join([begin, *written(path, begin), END, ""])

@@ -1,4 +1,4 @@
-"""What virtual shards (`--bitwise-elastic`) cost a step."""
+"""The cost of virtual shards (`--bitwise-elastic`) per step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from benchmarks.runs import Bench
 
 STEPS = 400
 PAIRS = (("alone", 0, 6), ("together", 1, 2), ("together", 1, 6))
-"""Who, its workers, and the shards."""
+"""Name, number of workers and number of shards of each pair."""
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Train in turn with and without."""
+    """Train alternately with and without virtual shards."""
     pairs: dict[str, tuple[str, Options, Options, Goal | None]] = {}
     for who, workers, shards in PAIRS:
         whom = "chief and one worker" if workers else "chief alone"

@@ -1,4 +1,4 @@
-"""Where the time of a step goes that two tasks do together, with a core each: what scaling lacks to twice one task."""
+"""Breakdown of the step time of two tasks with one core each, to explain why they are not twice as fast as one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cluster.host.runtime import supervisor
 
 STEPS = 200
 WARM_CALLS = 2
-"""Calls of the loop that are left out: the first compiles."""
+"""Number of calls of the loop to ignore at the start: the first compiles."""
 
 Call = Mapping[str, Sequence[float]]
-"""When each step of a call was `computed` and `summed`, see `marked.py`."""
+"""Times at which each step of a call was `computed` and `summed`, see `marked.py`."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Parts:
     """Milliseconds of a step, as means over steps and tasks; they add up to the whole step."""
 
     own: float
-    """From one sum to the next own gradients: the update, the batch, forward and backward."""
+    """From the previous sum to the task's own gradients: update, batch, forward and backward."""
     slower: float
     """Waiting for the gradients of the other task."""
     exchange: float
     """From the last gradients of any task to the sum."""
     between: float
-    """Between two calls of the loop: what is reported and requested, a step's share of it."""
+    """A step's share of the time between calls of the loop, for reports and requests."""
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Train a chief, and a chief and a worker, in turn.
+    """Train a chief alone and a chief with a worker, alternately.
 
     Raises:
-        PrerequisiteError: there are no two cores.
+        PrerequisiteError: there are fewer than two cores.
     """
     found: dict[str, list[Parts]] = {SAME_SHARE: [], ONE: []}
     for turn in bench.turns():
@@ -69,7 +69,7 @@ def measure(bench: Bench) -> list[Figure]:
 
 
 def parts(tasks: Sequence[Sequence[Call]]) -> Parts:
-    """Return the parts of a step, by the calls of each task."""
+    """Return the parts of a step from the calls of each task."""
     own, slower, exchange, between, steps = [], [], [], 0.0, 0
     for before, now in _pairs(tasks):
         for step in range(1, len(now[0][COMPUTED])):
@@ -85,7 +85,7 @@ def parts(tasks: Sequence[Sequence[Call]]) -> Parts:
 
 
 def _pairs(tasks: Sequence[Sequence[Call]]) -> list[tuple[list[Call], list[Call]]]:
-    """Return each call that counts, of all tasks, behind the one before it."""
+    """Return each counted call of all tasks, paired with the call before it."""
     calls = [list(of_tasks) for of_tasks in zip(*tasks, strict=False)]  # one task may be a call ahead
     return list(zip(calls[WARM_CALLS - 1 :], calls[WARM_CALLS:], strict=False))
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: samples of each variant, what is compared, and the goal. Arithmetic alone, nothing runs."""
+"""Results of a benchmark: samples of each variant, their comparison and the goal. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure's value should be."""
+    """The target of a figure's value."""
 
     bound: float
     at_least: bool
-    """Otherwise it must stay below."""
+    """Whether the value must reach `bound`; otherwise it must stay below."""
 
     def met(self, value: float) -> bool:
         """Return whether a value reaches it; NaN does not."""
@@ -32,36 +32,36 @@ class Figure:
     name: str
     title: str
     unit: str
-    """Of the samples."""
+    """Unit of the samples."""
     variants: Mapping[str, Sequence[float]]
     """Every sample of each variant, in the order of the rounds; ours first."""
     ratios: Sequence[float] = ()
-    """Of each round, where variants are compared: which over which, the title says."""
+    """Ratio of the compared variants in each round; the title says which over which."""
     form: str = "plain"
     """How the value is shown: `times` (1.31 times), `cost` (4.2 %), `plain` (in the unit)."""
     goal: Goal | None = None
     tried: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Samples of the settings that were tried, the best of which is among the variants."""
+    """Samples of each setting that was tried; the best setting is among the variants."""
 
     @property
     def value(self) -> float:
-        """The median that the goal is about: of the ratios, less 1 for a cost; `plain`: of the first variant."""
+        """The median to compare with the goal: of the ratios, minus 1 for a cost; `plain`: of the first variant."""
         if self.form == "plain":
             return self.medians[next(iter(self.variants))]
         return median(self.ratios) - (1 if self.form == "cost" else 0)
 
     @property
     def medians(self) -> dict[str, float]:
-        """Each variant's."""
+        """The median of each variant's samples."""
         return {name: median(samples) for name, samples in self.variants.items()}
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is reached; None where there is none."""
+        """Whether the goal is reached; None without a goal."""
         return None if self.goal is None else self.goal.met(self.value)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form in `results.json`, without the conditions it was measured under."""
+        """Return the form in `results.json`, without the conditions of the measurement."""
         tried = {name: [round(each, 4) for each in samples] for name, samples in self.tried.items()}
         return {
             "name": self.name,
@@ -81,19 +81,19 @@ class Figure:
 
 
 def ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return ours over the other's, for each pair that ran side by side."""
+    """Return ours divided by the other's, for each pair of samples."""
     return [mine / other for mine, other in zip(ours, others, strict=True)]
 
 
 def growth(seconds: Mapping[int, Sequence[float]], cores: int) -> list[float]:
-    """Return for each round how much worse than linearly in tasks per core a time grows at its worst.
+    """Return the worst growth of a time in each round, relative to linear growth in tasks per core.
 
-    1 is linear: with twice as many tasks on each core it takes twice as long. Up to as many tasks as cores each has
-    one, so what more tasks cost is counted from there.
+    1 is linear: twice as many tasks per core take twice as long. Up to one task per core none shares its core, so
+    growth is counted from there.
 
     Args:
-        seconds: by the number of tasks, a sample a round.
-        cores: of this machine.
+        seconds: samples, one per round, by the number of tasks.
+        cores: number of cores of this machine.
     """
     base = max((count for count in seconds if count <= cores), default=min(seconds))
     more = [count for count in seconds if count > base]
@@ -102,16 +102,16 @@ def growth(seconds: Mapping[int, Sequence[float]], cores: int) -> list[float]:
 
 
 def spans(rows: Rows, every: int = 25) -> list[float]:
-    """Return the seconds of a step between every two logged steps, all but the first ones, which warm up.
+    """Return the seconds per step between consecutive logged steps, without the first pair, which warms up.
 
     Args:
-        rows: with `step` and `time`, in order.
-        every: only these steps count, so that both sides of a comparison are cut alike.
+        rows: logged steps, in order.
+        every: only multiples of this step count, so that both sides of a comparison are cut alike.
     """
     kept = [row for row in rows if row["step"] % every == 0]
     return [(after["time"] - row["time"]) / (after["step"] - row["step"]) for row, after in pairwise(kept)][1:]
 
 
 def step_seconds(rows: Rows) -> float:
-    """Return the median of the seconds that a step takes."""
+    """Return the median seconds per step."""
     return float(median(spans(rows)))

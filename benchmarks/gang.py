@@ -1,7 +1,7 @@
-"""What the agents of many tasks cost on this machine, and how long they take: start, kill, stop, end.
+"""The cost of the agents of many tasks on this machine, and the duration of start, kill, stop and end.
 
 The programs do nothing (`benchmarks/stub.py`). strace counts the path system calls of one worker's agent and of the
-chief's for a few seconds; all agents' are extrapolated from these.
+chief's for a few seconds; the total is extrapolated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cluster.system.waiting import wait_until
 
 COUNTS = (8, 16, 32, 64)
 LARGEST = 256
-"""So many in one round only: two cores are busy for minutes with starting them."""
+"""Largest number of tasks, in one round only: starting them keeps two cores busy for minutes."""
 APART = 64
 """Tasks on separate hosts, with slow links, in one round."""
 STEADY_S = 10.0
@@ -49,13 +49,13 @@ _TOTAL = re.compile(r"^100\.00\s+\S+\s+\S+\s+(\d+)", re.MULTILINE)
 
 @dataclass
 class Measured:
-    """What was measured with one number of tasks: a sample a round."""
+    """Samples measured with one number of tasks, one per round."""
 
     start_s: list[float] = field(default_factory=list)
     share: list[float] = field(default_factory=list)
-    """Of a core that one agent takes, as percent: the mean of all."""
+    """Percentage of a core that an agent takes, averaged over all agents."""
     files: list[float] = field(default_factory=list)
-    """Path system calls a second of all agents."""
+    """Path system calls per second of all agents."""
     kill_s: list[float] = field(default_factory=list)
     again_s: list[float] = field(default_factory=list)
     stop_s: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Measured:
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Run each number of tasks in turn, as many as fit into the memory.
+    """Run each number of tasks that fits into memory, in turn.
 
     Raises:
         PrerequisiteError: strace is missing.
@@ -183,7 +183,7 @@ def _pids(run: RunFolder, names: list[str], of: str) -> list[int]:
 
 
 def _busy(pids: list[int]) -> float:
-    """Return the share of a core, as percent, that each of these processes takes on average."""
+    """Return the percentage of a core that each of these processes takes on average."""
 
     def ticks() -> int:
         lines = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
@@ -196,7 +196,7 @@ def _busy(pids: list[int]) -> float:
 
 
 def _path_calls(pid: int) -> float:
-    """Return the system calls a second of a process that take a path."""
+    """Return the number of system calls per second of a process that take a path."""
     command = ["strace", "-f", "-c", "-e", "trace=%file", "-p", str(pid)]
     traced = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     time.sleep(STRACE_S)

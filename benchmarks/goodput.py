@@ -1,7 +1,7 @@
-"""Goodput under kills: a task's program is killed at regular intervals; ours, and others that restart by themselves.
+"""Goodput of our runs, and of peers that restart by themselves, if a program is killed at regular intervals.
 
-Goodput is the share of the time in which steps were done that count: the steps done in a window, times the time that a
-step took before the first kill, over the length of the window (runtime goodput, arXiv:2502.06982).
+Goodput is the share of time spent on steps that count: the steps done in a window, times the time per step before the
+first kill, over the length of the window (runtime goodput, arXiv:2502.06982).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cluster.system.waiting import wait_until
 EVERY_S = (5.0, 15.0, 60.0)
 WINDOW_S, QUICK_S = 600.0, 40.0
 CALM_S = 30.0
-"""Training before the window: standby processes are there, and the time of a step is known."""
+"""Seconds of training before the window, to start standby processes and to measure the time per step."""
 MEMORY, DISK = "with snapshots in memory", "checkpoints alone"
 WORDS = {MEMORY: (), DISK: ("--no-memory-snapshots",)}
 
@@ -87,7 +87,7 @@ def _goodput(training: _Training, every_s: float, window_s: float) -> float:
 
 
 def _steps_per_s(training: _Training) -> float:
-    """Let an undisturbed training run for a while; return how many steps it does in a second."""
+    """Let a training run undisturbed for a while; return its steps per second."""
     if not wait_until(lambda: training.newest_step() > 0, LIMIT_S):
         raise RunFailed("a training for the goodput does no step")
     first, began = training.newest_step(), time.monotonic()

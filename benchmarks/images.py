@@ -1,4 +1,4 @@
-"""What the images weigh when they are pushed, and how long they take to build after a change in `train/`."""
+"""The compressed size of the images, and the time to rebuild them after a change in `train/`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT = ("cluster", "train", "docker", "requirements", ".dockerignore")
 CHANGED = "train/loops/steps.py"
 TAG = "tf-cluster/bench"
 LEVEL = 6
-"""As an engine compresses what it pushes."""
+"""Compression level of an engine that pushes an image."""
 GOALS_MB = {"train": ("CPU image, compressed", 450), "tensorboard": ("TensorBoard image, compressed", 250)}
 _CHUNK = 2**20
 _GZIP = b"\x1f\x8b"

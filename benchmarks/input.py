@@ -18,8 +18,8 @@ STEPS = 125
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Read with each in turn."""
-    bench.invoke("data.shard", f"--name={DATASET}")  # nothing to do where they are there
+    """Read with both pipelines alternately."""
+    bench.invoke("data.shard", f"--name={DATASET}")  # does nothing if they exist
     batches = [f"--batches={bench.steps(BATCHES)}"]
     streaming = ["-m", "benchmarks.streaming", f"--data-dir={folders.data_dir()}", f"--name={DATASET}"]
     naive = ["-m", "benchmarks.baselines.sequential_input", f"--shards={bench.shards}"]
@@ -40,12 +40,12 @@ def measure(bench: Bench) -> list[Figure]:
 
 
 def _wait_share(bench: Bench, name: str, source: str) -> float:
-    """Return the largest share of its steps, in percent, that a task of a training waits for its batches."""
+    """Return the largest percentage of step time that a task of a training waits for its batches."""
     run = bench.up(name, "--workers=1", steps=bench.steps(STEPS), overrides=[f"--source={source}"], STANDBY="0")
     return 100 * float(max(pace["input_share"] for pace in read_json(run.summary)["pace"]["tasks"].values()))
 
 
 def _rate(steps: list[dict[str, Any]]) -> float:
-    """Return the examples a second after the first batch, which fills buffers."""
+    """Return the examples per second after the first batch, which fills buffers."""
     first, last = steps[0], steps[-1]
     return float((last["batch"] - first["batch"]) * GLOBAL_BATCH / (last["time"] - first["time"]))

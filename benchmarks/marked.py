@@ -1,9 +1,9 @@
-"""The training program of one task, every step of which is marked: `marks/TASK.jsonl` in the run folder has when.
+"""The training program of one task with every step marked: the times are in `marks/TASK.jsonl` in the run folder.
 
 python -m benchmarks.marked RUN_DIR
 
-A line is one call of the loop: `{"computed": [...], "summed": [...]}`, when each step's own gradients were computed and
-when their sum over the tasks was there, in seconds of the clock that all processes of a machine share. No computation
+A line is one call of the loop: `{"computed": [...], "summed": [...]}`, the times at which each step's own gradients and
+their sum over the tasks were computed, in seconds of the clock that all processes of a machine share. No computation
 waits for a mark.
 """
 

@@ -1,6 +1,6 @@
-"""How fast six users' models of different kinds train with the default `--onednn auto`, against `--onednn off`.
+"""The speed of six kinds of users' models with the default `--onednn auto`, against `--onednn off`.
 
-The module is a user's, too: it has the models and their data, as `benchmarks.own_models:cnn` and so on. Each run trains
+This module also plays the user: it has the models and their data, such as `benchmarks.own_models:cnn`. Each run trains
 a chief alone to its end, and the weights of a model must have the same hash in all of its runs with the same setting.
 """
 
@@ -19,7 +19,7 @@ AUTO, OFF = "--onednn=auto", "--onednn=off"
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Train each model in turn with and without."""
+    """Train each model alternately with both settings."""
     seconds: dict[str, dict[str, list[float]]] = {name: {AUTO: [], OFF: []} for name in MODELS}
     hashes: dict[tuple[str, str], set[str]] = {}
     for turn in bench.turns():
@@ -91,7 +91,7 @@ def rows() -> dict[str, Any]:
 
 
 def cnn(shape: tuple[int, ...], outputs: int) -> Any:
-    """Return convolutions with batch normalization and pooling."""
+    """Return a CNN with batch normalization and pooling."""
     from tensorflow.keras import Input, Sequential, layers
 
     def block(filters: int) -> list[Any]:
@@ -114,7 +114,7 @@ def unet(shape: tuple[int, ...], outputs: int) -> Any:
 
 
 def separable(shape: tuple[int, ...], outputs: int) -> Any:
-    """Return depthwise separable convolutions, as in MobileNet."""
+    """Return a CNN of depthwise separable convolutions, as in MobileNet."""
     from tensorflow.keras import Input, Sequential, layers
 
     def block(filters: int) -> list[Any]:
@@ -125,7 +125,7 @@ def separable(shape: tuple[int, ...], outputs: int) -> Any:
 
 
 def transformer(shape: tuple[int, ...], outputs: int) -> Any:
-    """Return two blocks of attention over a series."""
+    """Return a model with two blocks of attention over a series."""
     from tensorflow.keras import Input, Model, layers
 
     inputs = Input(shape)
@@ -137,7 +137,7 @@ def transformer(shape: tuple[int, ...], outputs: int) -> Any:
 
 
 def recurrent(shape: tuple[int, ...], outputs: int) -> Any:
-    """Return an LSTM over a series."""
+    """Return a model with an LSTM over a series."""
     from tensorflow.keras import Input, Sequential, layers
 
     return Sequential([Input(shape), layers.LSTM(64), layers.Dense(outputs)])

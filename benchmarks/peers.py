@@ -1,8 +1,8 @@
 """PyTorch and Ray Train on the same model, data and batch, each in a separate environment, on request.
 
-Both are made where they are missing: Ray's from the locks in `requirements/`, PyTorch's by its version alone, because
-which build of it there is depends on the package index, and so does what that build needs. `TORCH_PYTHON` and
-`RAY_PYTHON` name another Python to use, or leave a peer out where they are set to nothing.
+Missing environments are created: Ray's from the lock files in `requirements/`, PyTorch's from its version alone,
+because its builds and their dependencies depend on the package index. `TORCH_PYTHON` and `RAY_PYTHON` name another
+Python to use, or leave a peer out if empty.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ INSTALL_LIMIT_S = 900.0
 
 @dataclass(frozen=True)
 class Peer:
-    """Something else that trains on several tasks."""
+    """Another framework that trains on several tasks."""
 
     title: str
     module: str
-    """That Python must have."""
+    """Module that its Python must have."""
     variable: str
-    """Names the Python to use."""
+    """Environment variable that names the Python to use."""
     packages: tuple[tuple[str, ...], ...]
-    """What its environment is made from: pip's words, one call after the other."""
+    """Arguments of the pip calls that create its environment, in order."""
     command: Callable[[int], list[str]]
-    """Python's words, by the number of tasks."""
+    """Number of tasks -> arguments of Python."""
     settings: Callable[[int], Sequence[Setting]]
     alone: bool
 
     @property
     def made(self) -> Path:
-        """The Python of the environment that is made."""
+        """The Python of the environment that `prepare` creates."""
         return ENVIRONMENTS / self.module / "bin" / "python"
 
     @property
     def python(self) -> str:
-        """The Python to use; empty where there is none yet."""
+        """The Python to use; empty if there is none yet."""
         return os.environ.get(self.variable, str(self.made) if _ready(self.made).exists() else "")
 
     def contender(self, bench: Bench) -> Contender:
-        """Return the program to measure, its version in its title."""
+        """Return the program to measure, with its version in the title."""
         asked = f"from importlib.metadata import version; print(version({self.module!r}))"
         version = bench.call([self.python, "-c", asked]).strip()
         return Contender(f"{self.title} {version}", self.settings, self._run, self.alone)
@@ -119,7 +119,7 @@ PEERS = (
         "ray",
         "RAY_PYTHON",
         (
-            (*LOCKED, "-r", "requirements/build.lock"),  # what builds the others
+            (*LOCKED, "-r", "requirements/build.lock"),  # packages that build the others
             (*LOCKED, "-r", "requirements/train-cpu.lock", "-r", "requirements/peer-ray.lock"),
         ),
         lambda tasks: ["-m", "benchmarks.baselines.ray_train", f"--tasks={tasks}"],
@@ -135,10 +135,10 @@ def chosen(bench: Bench) -> list[Contender]:
 
 
 def prepare(log: Callable[[str], object]) -> None:
-    """Make the environments that are missing.
+    """Create the environments that are missing.
 
     Raises:
-        PrerequisiteError: one cannot be made.
+        PrerequisiteError: an environment cannot be created.
     """
     for peer in PEERS:
         if peer.variable not in os.environ and not peer.python:
@@ -163,5 +163,5 @@ def _make(peer: Peer) -> None:
 
 
 def _ready(python: Path) -> Path:
-    """Return the file that says that an environment is complete."""
+    """Return the file that marks an environment as complete."""
     return python.parent.parent / ".complete"

@@ -1,4 +1,4 @@
-"""Two stages with one core each: what more micro-batches bring; and the memory that each schedule takes."""
+"""Two stages with one core each: the speedup by more micro-batches, and the memory of each schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measure(bench: Bench) -> list[Figure]:
     """Train two stages with each number of micro-batches in turn, and one task with the same.
 
     Raises:
-        PrerequisiteError: there are no two cores.
+        PrerequisiteError: there are fewer than two cores.
     """
     if cores() < 2:
         raise PrerequisiteError(f"pipeline: {cores()} core, expected 2; measure it on another machine, see --only")
@@ -87,7 +87,7 @@ def _measure_memory(bench: Bench) -> Figure:
 
 
 def _peak_mib(run: RunFolder) -> float:
-    """Return the most memory that the first stage's process had at a time, TensorFlow's own included."""
+    """Return the peak memory of the first stage's process, including TensorFlow's own."""
     pid = read_json(run.programs("chief"))["program"]["pid"]
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
@@ -109,7 +109,7 @@ def start(
     batch: int = BATCH,
     context: int = CONTEXT,
 ) -> RunFolder:
-    """Start a run whose stages have a core each; of more stages than cores several share one."""
+    """Start a run with a core for each stage; if there are more stages than cores, several share one."""
     size = (f"--transformer.layers={LAYERS}", f"--transformer.width={WIDTH}", f"--transformer.context={context}")
     request = Request(
         strategy="pipeline",
@@ -138,5 +138,5 @@ def start(
 
 
 def rate(bench: Bench, run: RunFolder) -> float:
-    """Return the examples a second of a run, the median of its calls but the first, which compiles."""
+    """Return the examples per second of a run, the median of its calls except the first, which compiles."""
     return float(median(row["examples_per_s"] for row in bench.await_step(run, STEPS) if row["examples_per_s"]))

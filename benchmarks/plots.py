@@ -1,4 +1,4 @@
-"""The plots: PNG files, and the same in TensorBoard."""
+"""Plots of the figures, as PNG files and in TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PLOTS = {
     "scaling": ("scaling", "scaling-same-batch", "scaling-apart"),
     "recovery": ("recovery", "recovery-containers"),
 }
-"""The figures that each shows."""
+"""The figures that each plot shows."""
 
 
 def draw(found: Sequence[Row], folder: Path) -> dict[str, Path]:
-    """Draw what was measured; return each plot's file by its name. What was not measured has none."""
+    """Draw the measured figures; return the file of each plot by name. Plots without measured figures are left out."""
     by_name = {row["name"]: row for row in found}
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}

@@ -1,10 +1,10 @@
-"""Which of oneDNN's primitives give the same bits on every call; renews `train/startup/primitives.toml`.
+"""Finds the oneDNN primitives that give the same bits on every call; updates `train/startup/primitives.toml`.
 
     python -m benchmarks.primitives --instructions avx2 --write
 
-Each primitive is computed, forward and gradient, on drawn shapes, a thousand times or more with one thread and again
-with all, with oneDNN limited to these instructions, as `--onednn` limits it. Between the calls memory is allocated and
-filled with other values, and a process whose heap was corrupted ends. Takes about a quarter of an hour.
+Each primitive and its gradient are computed on random shapes, a thousand times or more with one thread and again with
+all, with oneDNN limited to these instructions as by `--onednn`. Between calls, memory is allocated and filled with
+other values, and a process with a corrupted heap is aborted. Takes about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _write(instructions: str, names: dict[str, list[str]]) -> None:
 
 
 def _rows(kind: str, threads: int, instructions: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each drawn shape; that of a shape on which the process crashed is the last."""
+    """Return a row for each drawn shape; if the process crashes, the last row is that of the shape at fault."""
     command = [sys.executable, "-m", "benchmarks.primitives", *arguments, f"--only={kind}", f"--threads={threads}"]
     environment = os.environ | ENVIRONMENT | {"ONEDNN_MAX_CPU_ISA": LARGEST_ISA[instructions]}
     done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE)
@@ -125,7 +125,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _computations(function: Any, forward: Any, arguments: list[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the function and its gradient by each argument, each as a graph that computes nothing else."""
+    """Yield the function and its gradient for each argument, each as a graph that computes nothing else."""
     import tensorflow as tf
 
     yield "forward", lambda: forward(*arguments)
@@ -266,7 +266,7 @@ def _elementwise(function: Callable[[Any], Any]) -> Callable[[random.Random], Dr
 
 
 def _norm(x: Any, axes: Sequence[int]) -> Any:
-    """Normalize in the way of Keras's layers, which TensorFlow may fuse."""
+    """Normalize as Keras's layers do, which TensorFlow may fuse."""
     import tensorflow as tf
 
     mean, variance = tf.nn.moments(x, axes, keepdims=True)
@@ -295,7 +295,7 @@ def _joined(x: Any) -> Any:
 
 
 def _convolutions() -> dict[str, Callable[[random.Random], Drawn]]:
-    """Return a kind for each size and stride: where one of them corrupts memory, the others need not suffer."""
+    """Return a kind for each size and stride, so that one that corrupts memory does not affect the others."""
     kinds: dict[str, Callable[[random.Random], Drawn]] = {}
     for kind, dimensions in (("plain", 2), ("transposed", 2), ("depthwise", 2), ("plain", 3), ("transposed", 3)):
         for size, kernels in (("1x1", (1,)), ("larger", (2, 3, 3, 5, 7) if dimensions == 2 else (2, 3))):

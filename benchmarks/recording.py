@@ -48,14 +48,14 @@ class Recording:
         self.lines.append((time.monotonic() - self.began, line.rstrip()))
 
     def has(self, start: str, after: int) -> bool:
-        """Return whether one of the lines after so many others starts like this."""
+        """Return whether a line after the first `after` lines begins with `start`."""
         return any(line.startswith(start) for _, line in self.lines[after:])
 
     def follow(self, command: Sequence[str], cwd: Path) -> None:
-        """Run a command to its end, and keep what it prints.
+        """Run a command to its end, and record its output.
 
         Raises:
-            RunFailed: it failed.
+            RunFailed: the command failed.
         """
         self.add("$ " + " ".join(f"'{word}'" if set(word) & set(' "|') else word for word in command))
         words = [sys.executable, "-m", *command] if command[0] == "invoke" else [*command]
@@ -70,7 +70,7 @@ class Recording:
 
 
 def record(log: Callable[[str], object]) -> None:
-    """Train twice, kill a task of the second run, and draw what was printed.
+    """Train twice, kill a task of the second run, and draw the output.
 
     Raises:
         RunFailed: the runs did not end with the same weights, or the second had not exactly one restart.
@@ -95,7 +95,7 @@ def record(log: Callable[[str], object]) -> None:
 
 
 def choose(lines: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Return the lines to show: commands, what they found, and of the progress a line before and after the kill."""
+    """Return the lines to show: commands, results, and one line of progress before and one after the kill."""
     shown: list[tuple[float, str]] = []
     for second, line in lines:
         progress = line.startswith("step ")
@@ -107,7 +107,7 @@ def choose(lines: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def draw(lines: Sequence[tuple[float, str]]) -> str:
-    """Return an SVG in which the lines appear one after the other, again and again."""
+    """Return an SVG in which the lines appear one after the other, in an endless loop."""
     pauses = [min(later - second, MAX_PAUSE_S) for (second, _), (later, _) in itertools.pairwise(lines)]
     scale = (LOOP_S - LAST_PAUSE_S) / max(sum(pauses), 1e-9)
     starts = [sum(pauses[:number]) * scale / LOOP_S * 100 for number in range(len(lines))]

@@ -1,4 +1,4 @@
-"""From SIGKILL of a task to the next new step: with standby processes that are ready and without; as containers too."""
+"""Time from SIGKILL of a task to the next new step, with and without ready standby processes, and in containers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.system.waiting import wait_until
 
 VICTIMS = ("worker-1", "chief", "worker-0")
 CALM_STEPS = 100
-"""Steps of every generation before its kill: a checkpoint is there, and the first steps, which compile, are over."""
+"""Steps of every generation before its kill, so that it has a checkpoint and is past the steps that compile."""
 READY, WITHOUT = "with standby processes", "without"
 STANDBY = {READY: "1", WITHOUT: "0"}
 ROUNDS = 3

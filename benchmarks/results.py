@@ -1,4 +1,4 @@
-"""`results.json`: every figure with the conditions it was measured under; and the tables of the documents."""
+"""`results.json`: every figure with the conditions of its measurement; and the tables in the documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ README, FIGURES = ROOT / "README.md", ROOT / "docs" / "reference" / "figures.md"
 SHOWN = ("start", "throughput-together", "throughput-alone", "scaling", "recovery")
 """The figures in the README."""
 KEPT = ("README.md", "docs/reference/figures.md", "benchmarks/results.json", "benchmarks/plots")
-"""What a measurement changes: the next one is of the same code."""
+"""Files that a measurement changes, which do not count as a change of the code."""
 BEGIN = documents.begin("invoke bench --write")
 
 COLUMNS = ("figure", "measured", "against", "result", "goal", "reached")
@@ -46,7 +46,7 @@ def rows(figures: Sequence[Figure], under: dict[str, Any]) -> list[Row]:
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Return the old rows, each replaced by the new one of its name, and new ones behind them."""
+    """Return the old rows, each replaced by the new one of the same name, followed by further new rows."""
     found = {row["name"]: row for row in [*old, *new]}
     return list(found.values())
 
@@ -67,12 +67,12 @@ def read(path: Path = RESULTS) -> list[Row]:
 
 
 def write(found: Sequence[Row], path: Path = RESULTS) -> None:
-    """Write what was measured."""
+    """Write the figures."""
     write_json(path, {"figures": list(found)})
 
 
 def table(found: Sequence[Row], columns: Sequence[str] = COLUMNS) -> list[str]:
-    """Return the rows as a Markdown table of these columns, and under it what they were measured on."""
+    """Return the rows as a Markdown table of these columns, followed by the conditions of the measurements."""
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     marks: dict[str, str] = {}
     for row in found:
@@ -93,7 +93,7 @@ def tables(found: Sequence[Row]) -> dict[Path, list[str]]:
 
 
 def renew(found: Sequence[Row]) -> list[str]:
-    """Renew the tables; return the paths of their documents."""
+    """Update the tables; return the paths of their documents."""
     renewed = tables(found)
     for path, lines in renewed.items():
         documents.renew([path], BEGIN, lines)
@@ -142,7 +142,7 @@ def _number(value: float) -> str:
 
 
 def _spread(variant: dict[str, Any], unit: str) -> str:
-    """Return a variant's median, and the least and the largest of its samples."""
+    """Return a variant's median, and its smallest and largest samples."""
     samples = variant["samples"]
     if len(samples) == 1:
         return _amount(variant["median"], unit)
@@ -150,7 +150,7 @@ def _spread(variant: dict[str, Any], unit: str) -> str:
 
 
 def _result_spread(row: Row) -> str:
-    """Return a row's value, and the least and the largest of its ratios where it is their median."""
+    """Return a row's value, and its smallest and largest ratios if the value is their median."""
     if row["form"] == "plain" or len(row["ratios"]) < 2:
         return result(row)
     less = 1 if row["form"] == "cost" else 0

@@ -1,4 +1,4 @@
-"""Runs of the project's own commands, and of what they are compared with, in a folder that is deleted in the end."""
+"""Runs of the project's commands, and of the programs to compare with, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ GLOBAL_BATCH = 192
 TRAINING = ("--epochs=1000", f"--steps-per-loop={EVERY}", f"--log-every={EVERY}", "--evaluate-every=1000000")
 QUICK_STEPS = 3 * EVERY
 ENDLESS = 100_000
-"""Steps of a training that is ended as soon as it did those that are measured."""
+"""Steps of a training that is ended once the measured steps are done."""
 LIMIT_S = 300.0
 """Longest time of one run."""
 POLL_S = 0.25
-"""Between two looks at what a run has recorded, with the time of each record: to look often would only slow it down."""
+"""Seconds between polls of a run's records, which are timestamped: polling more often would only slow the run down."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A folder of runs, and how much is to be measured."""
+    """A folder of runs, and the extent of the measurements."""
 
     folder: Path
     rounds: int = 5
@@ -51,14 +51,14 @@ class Bench:
     peers: bool = False
     """Compare with PyTorch and Ray, too."""
     log: Callable[[str], object] = print
-    """Takes a line of progress."""
+    """Receives lines of progress."""
 
     def steps(self, count: int) -> int:
-        """Return how many steps to do instead of so many."""
+        """Return the number of steps to do: `count`, or fewer if `quick`."""
         return min(count, QUICK_STEPS) if self.quick else count
 
     def turns(self, times: int = 1) -> Iterator[int]:
-        """Yield the number of each round, counted from 0; of so many times as many rounds as were requested."""
+        """Yield the number of each round from 0, for `times` times as many rounds as requested."""
         for turn in range(1 if self.quick else self.rounds * times):
             self.log(f"  round {turn + 1}")
             yield turn
@@ -70,7 +70,7 @@ class Bench:
 
     @property
     def arrays(self) -> Path:
-        """The folder of the prepared arrays, for what reads them by itself."""
+        """The folder of the prepared arrays, for programs that read them directly."""
         return _newest(folders.data_dir() / "arrays", "arrays.json")
 
     @property
@@ -87,23 +87,23 @@ class Bench:
     def up(
         self, name: str, *words: str, steps: int, overrides: Sequence[str] = (), runtime: str = "local", **more: str
     ) -> RunFolder:
-        """Start a training without TensorBoard; return once it trains where `--detach` is among the words."""
+        """Start a training without TensorBoard; return once it trains if `--detach` is among the words."""
         options = (f"--name={name}", "--fresh", f"--runtime={runtime}", "--tensorboard-port=0")
         self.invoke("up", *options, *words, "--", *TRAINING, f"--max-steps={steps}", *overrides, **more)
         return RunFolder(self.folder / name)
 
     def train(self, name: str, *words: str, steps: int, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Train alone on the machine for so many steps, and end the run at once; return the chief's rows."""
+        """Train for this many steps, alone on the machine, then end the run; return the chief's rows."""
         run = self.up(name, *words, "--detach", steps=ENDLESS, overrides=overrides, STANDBY="0")
         rows = self.await_step(run, steps)
         supervisor.kill_run(run)
         return rows
 
     def await_step(self, run: RunFolder, steps: int) -> list[dict[str, Any]]:
-        """Wait until a run has done so many steps; return the chief's rows.
+        """Wait until a run has done this many steps; return the chief's rows.
 
         Raises:
-            RunFailed: it ended before.
+            RunFailed: the run ended before.
             TimedOut: it takes too long.
         """
         deadline = time.monotonic() + LIMIT_S
@@ -154,7 +154,7 @@ class Bench:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def baseline(self, script: str, workers: int, steps: int, *words: str, **environment: str) -> list[dict[str, Any]]:
-        """Run a module of `benchmarks.baselines` on a chief and so many workers at once; return the chief's rows."""
+        """Run a module of `benchmarks.baselines` on a chief and this many workers; return the chief's rows."""
         command = [sys.executable, "-m", f"benchmarks.baselines.{script}", f"--arrays={self.arrays}"]
         command += [f"--steps={steps}", f"--global-batch={GLOBAL_BATCH}", *words]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | environment
@@ -163,7 +163,7 @@ class Bench:
         try:
             rows = self.rows(command, **environment, **tasks[0])
             for other in others:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in its teardown: its steps are done
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a hang in the teardown, after all steps
                     other.wait(30)
         finally:
             for other in others:
@@ -200,13 +200,13 @@ def cores() -> int:
 
 @contextmanager
 def bench(**options: Any) -> Iterator[Bench]:
-    """Provide a folder for runs, and end what is left in it, also on SIGTERM."""
+    """Provide a folder for runs, and end the processes left in it, even on SIGTERM."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = {name: os.environ.get(name) for name in ("RUNS_DIR", "DATA_DIR")}
     data_dir = str(folders.data_dir())
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-            # What is started here, and everything that it starts, is found by this.
+            # These identify the processes started here and all their descendants.
             os.environ |= {"RUNS_DIR": folder, "DATA_DIR": data_dir}
             runs = Bench(Path(folder), **options)
             try:

@@ -1,4 +1,4 @@
-"""What an asynchronous checkpoint costs the training: the 50 steps after each, against the 50 steps that follow."""
+"""The cost of an asynchronous checkpoint to the training: the 50 steps after it, against the next 50 steps."""
 
 from __future__ import annotations
 

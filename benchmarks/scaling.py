@@ -1,4 +1,4 @@
-"""Two tasks with one core each against one task with one core; and what two cores of this machine are worth at all."""
+"""Two tasks with one core each against one task with one core, and the limit that this machine's cores set."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GOAL = Goal(0.95, at_least=True)
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Train on one core and on two in turn.
+    """Train on one core and on two, alternately.
 
     Raises:
-        PrerequisiteError: there are no two cores.
+        PrerequisiteError: there are fewer than two cores.
     """
     own = own_cores("scaling")
     steps = bench.steps(STEPS)
@@ -49,7 +49,7 @@ def measure(bench: Bench) -> list[Figure]:
 
 
 def against_apart(rates: Mapping[str, list[float]]) -> Figure:
-    """Return the rate of two tasks together by that of two apart: cores may share units, caches and their clock."""
+    """Return the rate of two tasks together over that of two apart: cores may share units, caches and their clock."""
     title = f"examples/s of {SAME_SHARE}, over those of {APART}, one core each"
     two, apart = rates[SAME_SHARE], rates[APART]
     return Figure("scaling-of-apart", title, "examples/s", {SAME_SHARE: two, APART: apart}, ratios(two, apart), "times")
@@ -59,7 +59,7 @@ def own_cores(name: str) -> list[int]:
     """Return the cores that this process may use, for the benchmark of this name.
 
     Raises:
-        PrerequisiteError: there are no two.
+        PrerequisiteError: there are fewer than two.
     """
     found = sorted(os.sched_getaffinity(0))
     if len(found) < 2:
@@ -68,7 +68,7 @@ def own_cores(name: str) -> list[int]:
 
 
 def _rate(bench: Bench, runs: Sequence[RunFolder], steps: int) -> float:
-    """Return the steps a second of runs that train at once, all together, in examples of a plain batch; end them."""
+    """Return the total steps per second of runs that train at once, times a plain batch's examples; end the runs."""
     try:
         return sum(GLOBAL_BATCH / step_seconds(bench.await_step(run, steps)) for run in runs)
     finally:
@@ -79,9 +79,9 @@ def _rate(bench: Bench, runs: Sequence[RunFolder], steps: int) -> float:
 def start(
     bench: Bench, name: str, workers: int, batches: int, own: Sequence[int], *, marked: bool = False
 ) -> RunFolder:
-    """Start a training with one of these cores for each task from its first moment on.
+    """Start a training with each task pinned to one of these cores from its start.
 
-    Its global batch is so many of the usual size; `marked` steps leave their marks, see `marked.py`.
+    The global batch is `batches` times the usual one; `marked` steps leave their marks, see `marked.py`.
     """
     batch = batches * GLOBAL_BATCH
     overrides = [*TRAINING, f"--max-steps={ENDLESS}", "--threads=1", f"--global-batch={batch}"]
@@ -92,9 +92,9 @@ def start(
 
 
 def start_pinned(bench: Bench, request: Request, own: Sequence[int], program: str = "") -> RunFolder:
-    """Start a run of local processes with one of these cores for each task from its first moment on.
+    """Start a run of local processes with each task pinned to one of these cores from its start.
 
-    Every task runs the module `program` on the run's folder, or the training program where none is named.
+    Every task runs the module `program` on the run's folder, or the training program if none is named.
     """
     planned = planning.plan(request)
     words = ["--", sys.executable, "-m", program, str(planned.run.path)] if program else []

@@ -1,4 +1,4 @@
-"""Tasks on separate hosts, as far as one machine can have them: network namespaces with slow links between them.
+"""Simulated hosts on one machine: network namespaces with slow links between them.
 
 Needs root, and `ip` and `tc` of iproute2.
 """
@@ -17,8 +17,8 @@ GATEWAY = "169.254.1.1"
 """The router's address on each link."""
 TITLE = "links of 1 Mbit/s"
 QUEUE = "rate 1mbit burst 2kb latency 1s"
-"""Of each direction of each host's link: the bucket of a token bucket filter (tc-tbf(8)), and for how long a packet may
-wait; then it is dropped."""
+"""Token bucket filter (tc-tbf(8)) of each direction of each host's link; a packet that waits longer than its latency is
+dropped."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Host:
 
     Attributes:
         space: its name, for `ip netns exec`.
-        address: by which the others reach it.
+        address: its address for the other hosts.
     """
 
     space: str
@@ -35,7 +35,7 @@ class Host:
 
 
 def refusal() -> str | None:
-    """Return why there can be no such hosts here; None if there can."""
+    """Return why this machine cannot have such hosts; None if it can."""
     if os.geteuid():
         return "needs root"
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
@@ -44,10 +44,10 @@ def refusal() -> str | None:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """Provide so many hosts that reach each other, and nothing else; they go in the end.
+    """Provide hosts that reach each other and nothing else; remove them at the end.
 
-    Each has a link to a router, in a separate namespace, where the packet filter of a Docker Engine does not see
-    them. On a bridge they would fill the one table of neighbours that the kernel has for all.
+    Each has a link to a router in a separate namespace, out of reach of a Docker Engine's packet filter. On a bridge
+    they would fill the kernel's neighbour table, which all namespaces share.
 
     Raises:
         subprocess.CalledProcessError: a command failed.

@@ -1,4 +1,4 @@
-"""From the command to the first finished step of a chief and one worker: data, environment and images are there."""
+"""Time from the command to the first finished step of a chief and one worker, with data and images prepared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure(bench: Bench) -> list[Figure]:
     again: list[float] = []
     containers: list[float] = []
     if bench.engine:
-        until_first_step(bench, "warm-up", 1, "docker")  # builds the images where they are missing
+        until_first_step(bench, "warm-up", 1, "docker")  # builds the images if they are missing
     for turn in bench.turns():
         warm.end()
         processes[OURS].append(until_first_step(bench, f"start-{turn}", 1))

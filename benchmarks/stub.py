@@ -1,6 +1,6 @@
-"""A training program without training: it passes the gate, writes heartbeats and ends when it is asked to.
+"""A training program without training: it passes the gate, writes heartbeats and ends on request.
 
-Its tasks cost next to nothing, so that what is measured of a large cluster is its agents. Like the trainer it is
+Its tasks cost next to nothing, so that measurements of a large cluster are those of its agents. Like the trainer it is
 imported once, by the supervisor (`load`).
 """
 
@@ -28,7 +28,7 @@ def load(_config: dict[str, Any], _strategy: str) -> None:
 
 
 def main() -> None:
-    """Be the program of the task that the environment names."""
+    """Run as the program of the task that the environment names."""
     run = RunFolder(Path(os.environ["RUN_DIR"]))
     requested = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: requested.set())
@@ -50,7 +50,7 @@ def _answer(host: str, port: int) -> None:
     with socket.create_server((host, port), backlog=1024) as server:
         while True:
             caller, _ = server.accept()
-            with caller, contextlib.suppress(OSError):  # one that did not wait for the answer
+            with caller, contextlib.suppress(OSError):  # the caller did not wait for the answer
                 caller.sendall(SETTINGS)
 
 

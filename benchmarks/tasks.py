@@ -1,4 +1,4 @@
-"""How the time to the first finished step grows with the tasks on this machine."""
+"""Growth of the time to the first finished step with the number of tasks on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNTS = (1, 2, 4, 8, 16)
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Start each number of tasks in turn, as many as fit into the memory."""
+    """Start each number of tasks that fits into memory, in turn."""
     fit = [count for count in COUNTS if count * TASK_MEMORY_BYTES < memory.available_bytes()]
     counts = [count for count in fit if not bench.quick or count <= 2 * cores()]
     seconds: dict[int, list[float]] = {count: [] for count in counts}

@@ -1,4 +1,4 @@
-"""What agent, heartbeat, metrics and checkpoints every 100 steps cost, against the training program by itself."""
+"""The cost of agent, heartbeat, metrics and a checkpoint every 100 steps, against the bare training program."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cluster.host.options.request import Request
 from cluster.system.json_files import write_json
 
 STEPS, FIRST = 350, 50
-"""The last step of what is timed, and the step that it begins after."""
+"""The last timed step, and the step after which the timing begins."""
 LOG_EVERY = 10
 CHECKPOINT_EVERY = 100
 WITH, WITHOUT = "with", "without"
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Train in turn with and without."""
+    """Train alternately with and without these."""
     last = 3 * FIRST if bench.quick else STEPS
     seconds: dict[str, list[float]] = {WITH: [], WITHOUT: []}
     for turn in bench.turns():
@@ -37,7 +37,7 @@ def measure(bench: Bench) -> list[Figure]:
 
 
 def between(rows: list[dict[str, Any]], first: int, last: int) -> float:
-    """Return the seconds from one step to another: all of them, since a median would leave out the dear ones."""
+    """Return the seconds from one step to another, including the expensive steps that a median would leave out."""
     times = {row["step"]: row["time"] for row in rows}
     return float(times[last] - times[first])
 

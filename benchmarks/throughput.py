@@ -1,4 +1,4 @@
-"""Examples a second against others at their best: the same model, data, batch and optimizer."""
+"""Examples per second against others at their best: the same model, data, batch and optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks.runs import Bench
 
 STEPS = 125
 TIMES = 3
-"""As many rounds as of other figures: these runs are short, and a machine's speed may change by a third between two."""
+"""Factor of the number of rounds: these runs are short, and a machine's speed may change by a third between two."""
 OURS = "ours"
 GOAL = Goal(1.25, at_least=True)
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Compare a chief with a worker, and a chief alone."""
+    """Compare a chief with a worker, and a chief alone, with the other programs."""
     others = peers.chosen(bench)
     return [
         _compared(bench, "throughput-together", "chief and 1 worker", 2, [LOOP, *others]),
@@ -26,7 +26,7 @@ def measure(bench: Bench) -> list[Figure]:
 
 
 def _compared(bench: Bench, name: str, who: str, tasks: int, others: list[Contender]) -> Figure:
-    """Find everybody's best setting, then run each in turn; the fastest of the others is what ours stands against."""
+    """Find the best setting of each program, then run them in turn; ours is compared with the fastest of the others."""
     bench.log(f"  {who}: settings")
     steps = bench.steps(STEPS)
     tried: dict[str, list[float]] = {}

@@ -23,8 +23,7 @@ def predict(run: RunFolder, image: Path | None, features: Path | None = None) ->
     """Return the predictions of the exported model as lines of text: the likeliest classes first, or the values.
 
     The JSON file `features` holds one example: nested lists, or a dictionary of them for several inputs. Raises
-    PrerequisiteError if the run has no export yet, UsageError if a file is not an image or an example that the model
-    takes.
+    PrerequisiteError if the run has no export yet, UsageError if a file is not a valid image or example.
     """
     if not (run.export / "saved_model.pb").exists():
         raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `{COMMAND} export {run.name}`")

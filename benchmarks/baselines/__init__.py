@@ -1,1 +1,1 @@
-"""What our runs are compared with, written by hand as the tutorials do; nothing here knows `cluster` or `train`."""
+"""Baselines for our runs, written by hand as in the tutorials; nothing here imports `cluster` or `train`."""

@@ -1,4 +1,4 @@
-"""What the TensorFlow baselines share: the tutorials' two-conv CNN, and the strategy that TF_CONFIG asks for."""
+"""Shared parts of the TensorFlow baselines: the tutorials' two-conv CNN, and the strategy that TF_CONFIG implies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def create_strategy(threads: int) -> tf.distribute.Strategy:
     """Return the strategy of one of several workers, or without TF_CONFIG of this process alone.
 
     Args:
-        threads: that one operation may use; 0: all cores.
+        threads: intra-op threads; 0: one per core.
     """
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     if "TF_CONFIG" in os.environ:

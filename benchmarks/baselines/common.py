@@ -1,4 +1,4 @@
-"""What the baselines share: their command line, the data, and how they log their steps.
+"""Shared parts of the baselines: command line, data, and the log of their steps.
 
 A line of JSON on stdout is `{"step": 25, "time": ...}`: the first step, then every `EVERY` steps.
 """
@@ -18,7 +18,7 @@ SAVED_EVERY = 2 * EVERY
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line that all of them have."""
+    """Return a parser of the options that all baselines share."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--arrays", type=Path, required=True, help="folder of the prepared arrays")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps to do (default: 100)")
@@ -42,6 +42,6 @@ def train_arrays(folder: Path) -> tuple[Any, Any]:
 
 
 def log_step(step: int, steps: int) -> None:
-    """Log a finished step, if it is one of those that are logged."""
+    """Log a finished step if it is the first, the last or a multiple of `EVERY`."""
     if step == 1 or step % EVERY == 0 or step == steps:
         print(json.dumps({"step": step, "time": time.time()}), flush=True)

@@ -1,8 +1,8 @@
 """TensorFlow's tutorial "Custom training with tf.distribute.Strategy", on the data and the model of our runs.
 
 Source: https://www.tensorflow.org/tutorials/distribute/custom_training. With TF_CONFIG it is one of several workers
-(https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl, whose input pipeline this is), without it trains
-alone. With `--steps-per-call` it iterates inside a `tf.function`, as the first tutorial's last section has it.
+(https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl, the source of the input pipeline), otherwise it
+trains alone. With `--steps-per-call` it iterates inside a `tf.function`, as in the first tutorial's last section.
 """
 
 from __future__ import annotations

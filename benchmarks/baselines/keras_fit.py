@@ -1,7 +1,7 @@
 """TensorFlow's tutorial "Multi-worker training with Keras", on the data and the model of our runs.
 
 Source: https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras. With TF_CONFIG it is one of several
-workers, and needs TF_USE_LEGACY_KERAS=1; without it trains alone.
+workers, and needs TF_USE_LEGACY_KERAS=1; otherwise it trains alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ray Train's TensorflowTrainer, as its guide has it, on the data and the model of our runs.
+"""Ray Train's TensorflowTrainer, as in its guide, on the data and the model of our runs.
 
 The workers' lines go through a file, because Ray adds a prefix to what they print.
 """
@@ -46,7 +46,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
 
 def _report_state(model: Any, done: int) -> Any:
-    """Return a callback that reports the state as Ray's guide has it: every worker reports, the first its files."""
+    """Return a callback that reports the state as in Ray's guide: every worker reports, the first with its files."""
     import tensorflow as tf
 
     def report(batch: int, logs: object) -> None:  # noqa: ARG001

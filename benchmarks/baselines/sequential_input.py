@@ -1,4 +1,4 @@
-"""An input pipeline as one writes it first: one file after the other, record by record, a shuffle buffer.
+"""A naive input pipeline: one file after the other, record by record, with a shuffle buffer.
 
 Each line is `{"batch": 100, "time": ...}`.
 """

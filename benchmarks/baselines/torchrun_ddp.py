@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel over gloo, as its tutorials have it, on the data and the model of our runs.
+"""PyTorch's DistributedDataParallel over gloo, as in its tutorials, on the data and the model of our runs.
 
 torchrun --nproc-per-node=2 -m benchmarks.baselines.torchrun_ddp --arrays FOLDER
 
@@ -45,7 +45,7 @@ class TwoConvCnn(nn.Module):  # type: ignore[misc,unused-ignore]
 
 
 def batches(dataset: TensorDataset, batch: int, how: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield this process's batches of one epoch after the other, without end."""
+    """Yield this process's batches, one epoch after the other, indefinitely."""
     sampler: DistributedSampler[object] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=batch, sampler=sampler, drop_last=True)
     epoch = 0

@@ -1,4 +1,4 @@
-"""The story of a campaign: one run after the other, each with faults, each compared with an undisturbed one."""
+"""Conducts a campaign: one run after the other, each with faults and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
 
 FAULTS_S, LAST_FAULTS_S, RUN_S = 90.0, 180.0, 300.0
-"""How long faults are injected into a run, and at its end, and after how long it is lost if it has not ended."""
+"""How long faults are injected into a run, and at its end, and when an unfinished run counts as lost."""
 RESUMED_RUNS = 3
-"""One of so many runs is ended by a fault, and resumed."""
+"""One of this many runs is ended by a fault, and resumed."""
 START_S, KILL_S = 120.0, 60.0
 STANDBY_DELAY_S = ("0", "2", "")
-"""After how much training standby processes start: in turn, so that faults come before, while and after they do."""
+"""Seconds of training before standby processes start: in turn, so that faults strike before, during and after that."""
 
 
 def main(
@@ -46,7 +46,7 @@ def main(
     log: Callable[[str], object],
     keep: Callable[[Row], object] = lambda row: None,
 ) -> list[Row]:
-    """Make runs of the cases in turn until there were enough faults or the time is over; return a row for each.
+    """Run the cases in turn until there were enough faults or the time is up; return a row for each run.
 
     The seed determines the faults of every run; the moment at which each is injected depends on the run.
     """
@@ -69,7 +69,7 @@ def main(
     finally:
         signal.signal(signal.SIGTERM, before)
         processes.kill_with_environment("RUNS_DIR", str(runs))
-        campaign.end()  # containers have not got that variable of the command that started them
+        campaign.end()  # containers do not inherit that variable
         if kept or failed(rows):
             log(f"the folders of the runs that were lost or changed: {runs}")
         else:
@@ -78,7 +78,7 @@ def main(
 
 
 def failed(rows: Sequence[Row]) -> bool:
-    """Whether a run was lost or has other bits."""
+    """Whether a run was lost or changed bits."""
     return any(row["lost"] or row["bits"] == record.CHANGED for row in rows)
 
 
@@ -124,14 +124,14 @@ class _Campaign:
             _kill(self._newest)
 
     def _follow(self, run: RunFolder, injection: Injection, began: float) -> str:
-        """Inject faults into a run until it ends; return why it did not succeed, empty where it did."""
+        """Inject faults into a run until it ends; return why it did not succeed, or an empty string."""
         injection.inject(began + FAULTS_S, began + LAST_FAULTS_S)
         lost = _end(run, began + RUN_S - time.monotonic())
         self._up.wait()
         return lost
 
     def _expected(self, case: Case) -> str:
-        """Return the result of an undisturbed run of this case, which the first call makes."""
+        """Return the result of an undisturbed run of this case, which the first call starts."""
         if case.name not in self._undisturbed:
             run = self._start(f"calm-{case.name}", case.up(f"calm-{case.name}"), "")
             if lost := _end(run, RUN_S):
@@ -163,18 +163,18 @@ class _Campaign:
         return run
 
     def _resume(self, run: RunFolder, case: Case, standby_delay_s: str) -> None:
-        """Resume a run that a fault has ended, as that kind of fault is to."""
+        """Resume a run that a fault has ended as intended."""
         options = f"--resume={run.name}", f"--runtime={case.runtime}", "--tensorboard-port=0", "--detach"
         self._start(run.name, ("up", *options), standby_delay_s)
 
 
 def _kinds(run: RunFolder, case: Case, *, resumed: bool) -> set[str]:
-    """Return the kinds of faults that a run outlives, or can be resumed after."""
+    """Return the kinds of faults that a run survives, or can be resumed after."""
     injector = registry.find_runtime(run).faults(run)
     kinds = {*injector.storm, volleys.AGENT}
     if resumed and not case.result:
         kinds.add("stop")
-        with contextlib.suppress(UsageError):  # not a small disk for this run alone
+        with contextlib.suppress(UsageError):  # this run has no separate, small disk
             injector.check("diskfull", "chief")
             kinds.add("diskfull")
     if case.result or not case.repeats:
@@ -183,7 +183,7 @@ def _kinds(run: RunFolder, case: Case, *, resumed: bool) -> set[str]:
 
 
 def _resumable(run: RunFolder, injection: Injection) -> bool:
-    """Whether a run ended as its newest fault requires that ends runs, after which it is resumed once."""
+    """Whether a run ended as its newest run-ending fault requires; it is then resumed once."""
     summary, kind = run.load_summary(), injection.take_ending()
     if summary is None:
         return False
@@ -193,7 +193,7 @@ def _resumable(run: RunFolder, injection: Injection) -> bool:
 
 
 def _end(run: RunFolder, timeout_s: float) -> str:
-    """Wait for a run's end; return why it did not succeed, empty where it did. Nothing of it runs then."""
+    """Wait for a run's end and kill what is left of it; return why it did not succeed, or an empty string."""
     if not wait_until(run.load_summary, timeout_s):
         states = ", ".join(f"{name} {beat.state}" for name, beat in run.heartbeats().items())
         _kill(run)

@@ -1,4 +1,4 @@
-"""What a campaign trains: small trainings of each strategy, all of which end by themselves."""
+"""The cases of a campaign: small trainings with each strategy, all of which end by themselves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Case:
     """One kind of run.
 
     Attributes:
-        name: in the table.
-        options: of `up`.
-        training: what follows them after `--`.
-        volleys: most times that faults are injected into one run.
+        name: its name in the table.
+        options: the options of `up`.
+        training: the training options after `--`.
+        volleys: maximum number of volleys of faults per run.
         repeats: whether its result is the same, bit for bit, as that of an undisturbed run.
-        result: the file in the run's folder that holds it, where that is not in the summary.
-        runtime: what runs its tasks.
+        result: the file in the run folder with the result, if it is not in the summary.
+        runtime: the runtime of its tasks.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Injects the volleys of a run: waits for the phase of each fault, and undoes what lasts."""
+"""Injects the volleys of a run: waits for the phase of each fault, and undoes lasting ones."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ POLL_S = 0.002
 RECOVERY_S = 60.0
 """Longest wait until the run trains again."""
 PHASE_S = 3.0
-"""Longest wait for a phase while it trains, or recovers; then the fault comes in whatever phase the task is."""
+"""Longest wait for a phase while the run trains or recovers; then the fault is injected in any phase."""
 PROCESS_S = 2.0
-"""Longest wait for a process that the fault is for."""
+"""Longest wait for the target process of a fault."""
 RECOVERED_STEPS = 10
 """New steps that show that the run has recovered: more than an inner call does, which may end after a fault."""
 CLOSING_STEPS = 40
-"""So many steps before the run's last one its last volleys begin."""
+"""Number of steps before the run's last one at which its last volleys begin."""
 SCRIPT_PHASES = ("start", "rendezvous", "step")
-"""The phases that the heartbeat of a script reports: its agent writes it."""
+"""The phases in the heartbeat of a script, which its agent writes."""
 LAST_STEPS_S = 60.0
 CLOSING_VOLLEYS = 3
 
@@ -52,11 +52,11 @@ class Injection:
         self._lasting = _Lasting()
 
     def inject(self, deadline: float, last_deadline: float) -> None:
-        """Inject volleys until the run ends, or there were enough.
+        """Inject volleys until the run ends, or enough were injected.
 
         Args:
-            deadline: by the monotonic clock, after which faults are injected at the run's end alone.
-            last_deadline: after which none are.
+            deadline: monotonic time after which faults are injected only at the run's end.
+            last_deadline: monotonic time after which none are injected.
         """
         try:
             while self._left and time.monotonic() < deadline and not (self._ended or self._near_the_end):
@@ -72,7 +72,7 @@ class Injection:
             self._lasting.end()
 
     def take_ending(self) -> str:
-        """Return the kind of the newest fault that ends runs, once; empty where there was none since."""
+        """Return and clear the kind of the newest run-ending fault; empty if there is none."""
         kind, self._ending = self._ending, ""
         return kind
 
@@ -124,10 +124,10 @@ class Injection:
         self._await(trains, RECOVERY_S)
 
     def _await_phase(self, shot: Shot, *, first: bool) -> None:
-        """Wait for the phase of a fault; where the run recovers, until it has."""
+        """Wait for the phase of a fault, or if it is not the `first` of a volley, until the run has recovered."""
         run, reached = self._run, PHASES[shot.phase]
         if run.script and shot.phase not in SCRIPT_PHASES:
-            return  # nobody but the script knows it
+            return  # only the script knows its phase
         before = self._progress
 
         def due() -> bool:
@@ -150,7 +150,7 @@ class Injection:
         wait_until(due, timeout_s, POLL_S)
 
     def _reaches(self, shot: Shot) -> bool:
-        """Whether there is a process that the fault is for; for a moment there is none while a task starts again."""
+        """Whether the fault's target process exists; while a task restarts, there is none for a moment."""
         injector = registry.find_runtime(self._run).faults(self._run)
         try:
             process = injector.processes(shot.task)["program" if shot.kind in ("kill", "slow", "corrupt") else "agent"]
@@ -162,7 +162,7 @@ class Injection:
             return False
 
     def _shoot(self, shot: Shot) -> dict[str, Any] | None:
-        """Inject one fault; return its record, None where there is nothing at present to inject it into."""
+        """Inject one fault; return its record, or None if it has no target at present."""
         injector = registry.find_runtime(self._run).faults(self._run)
         phase, step = volleys.phase_of(self._run.heartbeat(_who_tells(shot))), self._progress.step
         try:
@@ -183,12 +183,12 @@ class Injection:
 
 
 def _who_tells(shot: Shot) -> str:
-    """Return the task whose heartbeat tells the phase: the chief alone knows which step is the last."""
+    """Return the task whose heartbeat shows the phase: only the chief knows which step is the last."""
     return "chief" if shot.phase in LAST_PHASES else shot.task
 
 
 class _Lasting:
-    """The faults that last at present."""
+    """The lasting faults that are active at present."""
 
     def __init__(self) -> None:
         self._until: list[tuple[float, FaultInjector, str]] = []
@@ -213,5 +213,5 @@ class _Lasting:
         self.undo_due()
 
     def end(self) -> None:
-        """Wait until the last one's time is over, and undo it."""
+        """Wait until the time of the last fault is over, and undo it."""
         self.wait(max((until - time.monotonic() for until, _, _ in self._until), default=0.0))

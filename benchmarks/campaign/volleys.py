@@ -12,7 +12,7 @@ from cluster.contract.spec import ClusterSpec
 AGENT = "agent"
 
 PHASES: dict[str, Callable[[Heartbeat], bool]] = {
-    # What the task's heartbeat says then; changes of state are written at once.
+    # Conditions on the task's heartbeat; changes of state are written at once.
     "start": lambda beat: beat.state == "starting",
     "rendezvous": lambda beat: beat.state == "waiting",
     "compile": lambda beat: beat.state == "compiling",
@@ -23,17 +23,17 @@ PHASES: dict[str, Callable[[Heartbeat], bool]] = {
     "end": lambda beat: beat.state in ("done", "stopped"),
 }
 OPENING = {"step": 4, "save": 3, "evaluate": 2}
-"""In which phase the first fault of a volley comes, and how often each is drawn."""
+"""Phases of the first fault of a volley, with their weights."""
 RECOVERING = ("start", "rendezvous", "compile")
 """The phases of the restart that the first fault of a volley causes."""
 LAST_PHASES = {"export": 2, "end": 1}
-"""In which phase the first faults of a run's last volleys come, and how often each is drawn."""
+"""Phases of the first fault of each of a run's last volleys, with their weights."""
 
 WEIGHTS = {
     "kill": 10, AGENT: 4, "corrupt": 1, "lose": 2, "slow": 1, "pause": 1, "partition": 2, "oom": 2, "stop": 1,
     "diskfull": 1,
 }  # fmt: skip
-"""How often each kind is drawn; `agent`: SIGKILL of the agent, whose program the kernel then kills."""
+"""Weight of each kind; `agent`: SIGKILL of the agent, whose program the kernel then kills."""
 ENDING = frozenset({"stop", "diskfull"})
 """The kinds after which the run is resumed: that takes as long as ten restarts, so a run has one of them at most."""
 LASTS_S = {
@@ -44,11 +44,11 @@ LASTS_S = {
     "oom": (0.5, 1.0),
     "diskfull": (2.0, 6.0),
 }
-"""Shortest and longest time of the kinds that last: shorter and longer than it takes to notice them."""
+"""Shortest and longest time of the lasting kinds: below and above the time it takes to detect them."""
 MORE = (0, 1, 3, 4, 5, 6)
-"""How many faults follow the first of a volley, each as often."""
+"""Numbers of faults after the first of a volley, all equally likely."""
 APART_S = 0.6
-"""Longest time between two faults that come together."""
+"""Longest time between two faults that are injected together."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Shot:
     """One fault of a volley.
 
     Attributes:
-        kind: of fault.
+        kind: the kind of fault.
         task: the task.
-        phase: in which the task is to be; empty: whichever it is in.
-        after_s: how long after the fault before it.
-        lasts_s: after which it is undone.
+        phase: the phase of the task to wait for; empty for any.
+        after_s: seconds after the previous fault.
+        lasts_s: seconds after which the fault is undone.
     """
 
     kind: str
@@ -72,11 +72,11 @@ class Shot:
 
 @dataclass(frozen=True)
 class Volley:
-    """Faults that come together, or one while the run recovers from the other.
+    """Faults that are injected together, or while the run recovers from the previous ones.
 
     Attributes:
-        steps: how many new steps the run does before.
-        wait_s: how long it trains before, where it reports no steps.
+        steps: new steps of the run before the volley.
+        wait_s: seconds of training before the volley, if the run reports no steps.
         shots: the faults.
     """
 
@@ -86,7 +86,7 @@ class Volley:
 
 
 def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple[Volley, Volley]]:
-    """Yield volleys without end, each in two forms: for the middle of a run, and for its end."""
+    """Yield volleys indefinitely, each in two forms: for the middle of a run, and for its end."""
     dice = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
     names = [task.name for task in spec.tasks]
     weights = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
@@ -111,7 +111,7 @@ def draw(spec: ClusterSpec, seed: str, kinds: Collection[str]) -> Iterator[tuple
 
 
 def phase_of(beat: Heartbeat | None) -> str:
-    """Return the phase of a program by its heartbeat."""
+    """Return the phase of a program from its heartbeat."""
     return next((name for name, reached in PHASES.items() if beat and reached(beat)), "start")
 
 

@@ -22,7 +22,7 @@ def alone(clusters) -> RunFolder:
 
 
 def check_same(run: RunFolder, alone: RunFolder) -> None:
-    """Check that a run came out as the chief alone: every loss, the weights and what evaluating them gave."""
+    """Check that a run has the same results as the chief alone: every loss, the weights and the evaluation."""
     assert alone.losses() == run.losses()
     assert SHARED_STEPS == len(run.losses())
     for key in ("weights_sha256", "metrics"):
@@ -30,7 +30,7 @@ def check_same(run: RunFolder, alone: RunFolder) -> None:
 
 
 def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local") -> RunFolder:
-    """Train, and continue with other numbers of workers some steps after each change."""
+    """Train, and scale to each further number of workers after some steps."""
     first, *others = sizes
     run = clusters.up(name, f"--workers={first} {ELASTIC} --detach {LONGER}", runtime=runtime)
     for size in others:
@@ -44,7 +44,7 @@ def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local") -
 
 @pytest.mark.extended
 def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(clusters, alone):
-    """Of 4 shards on 3 tasks, one has one more; then they are on 2, and on 4."""
+    """The 4 shards run on 3 tasks, one of which has two; then on 2 tasks, and on 4."""
     check_same(scaled(clusters, "scaled", 2, 1, 3), alone)
 
 

@@ -16,7 +16,7 @@ from tests.e2e.scenario import DATA, ENDLESS, SLOW_MACHINE_S, TRAINING, Clusters
 pytestmark = pytest.mark.usefixtures("data")
 
 AWAY_S = "5"
-"""How long a task may stay away: a second would do on an idle machine."""
+"""Seconds that a task may be away: one would suffice on an idle machine."""
 ELASTIC = ("--workers=2", "--min-workers=1", "--bitwise-elastic=4")
 
 

@@ -45,12 +45,12 @@ def callbacks(run_dir, task):
     print("a key of", len(os.environ["A_KEY"].split()), "words")
     return [Pauses()]
 """
-"""Has a training leave the processor to the tests: nobody needs its steps."""
+"""Callbacks that slow the training down, to leave the processor to the tests."""
 
 
 @pytest.fixture(scope="module")
 def training(clusters, port, tmp_path_factory) -> Iterator[RunFolder]:
-    """Chief and a worker in containers, training for longer than any test looks at them."""
+    """A chief and a worker in containers that train for longer than the tests take."""
     (folder := tmp_path_factory.mktemp("theirs") / "lazy").mkdir(mode=0o755)
     (folder / "key").write_text(f"{SECRET}\n")
     (folder / "key").chmod(0o644)
@@ -116,7 +116,7 @@ def test_the_network_must_be_internal(training):
 
 @pytest.fixture(scope="module")
 def another_network() -> Iterator[str]:
-    """A network of somebody else's containers."""
+    """An unrelated network of containers."""
     name = f"tf-cluster-test-{os.getpid()}"
     assert 0 == engine.ask("network", "create", name)[0]
     yield name
@@ -138,7 +138,7 @@ def ports(training) -> list[tuple[str, int]]:
 
 
 def reached(network: str, ports: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return those of the ports that another container, in this network, reaches."""
+    """Return the ports that another container, in this network, can reach."""
     words = [str(word) for port in ports for word in port]
     program = Path(doors.__file__).read_text()
     run = ("run", "--rm", f"--network={network}", "--entrypoint=python", TRAIN_IMAGE)
@@ -177,7 +177,7 @@ def test_tensorboard_must_show_the_run_on_loopback_only(training, port):
 
 @pytest.fixture
 def neighbour() -> Iterator[list[str]]:
-    """A neighbour of this machine that routes everything through it; the words that run a command there."""
+    """A neighbour of this machine that routes everything through it; yields the words that run a command there."""
     if os.getuid() != 0:
         pytest.skip("only root can make a network namespace")
     name = f"nb{os.getpid()}"
@@ -197,7 +197,7 @@ def neighbour() -> Iterator[list[str]]:
 
 @pytest.fixture
 def open_servers() -> Iterator[Callable[..., str]]:
-    """Starts a server in a network that the engine does not protect; returns its address. It is ended afterwards."""
+    """A function that starts a server in a network that the engine does not protect, and returns its address."""
     name, started = f"tf-cluster-tests-{os.getpid()}", []
     unprotected = "--opt=com.docker.network.bridge.gateway_mode_ipv4=nat-unprotected"
     assert 0 == engine.ask("network", "create", unprotected, name)[0]
@@ -222,7 +222,7 @@ def address_of(container: str) -> str:
 
 
 def answers(address: str, *where: str) -> bool:
-    """Whether TensorBoard's port can be connected to from here, or where the words before the command lead."""
+    """Whether TensorBoard's port accepts a connection from here, or from where the words `where` run a command."""
     code = f"import socket; socket.create_connection(({address!r}, 6006), 3)"
     return 0 == subprocess.run([*where, sys.executable, "-c", code], capture_output=True).returncode
 

@@ -20,7 +20,7 @@ REFERENCE = Case("one", "custom")
 
 
 def check(rows: list[dict[str, Any]], cases: tuple[Case, ...]) -> None:
-    """Check that the cases are ok on a CPU, agree to rounding where they can, and stand so in the documents."""
+    """Check that the cases are ok on a CPU, agree up to rounding where they can, and are documented accordingly."""
     assert [(case.kind.class_name, case.loop) for case in cases] == [(row["strategy"], row["loop"]) for row in rows]
     for case, row in zip(cases, rows, strict=True):
         assert (verify.UNVERIFIED if case.kind.hardware else verify.OK) == row["status"], row
@@ -37,7 +37,7 @@ def check(rows: list[dict[str, Any]], cases: tuple[Case, ...]) -> None:
     "others",
     [
         (Case("ps", "fit"),),
-        # In one process `tests/differential` and `test_tpu_shapes.py` train so each time.
+        # `tests/differential` and `test_tpu_shapes.py` always train with these in one process.
         pytest.param((Case("central", "custom"), Case("tpu", "custom")), marks=pytest.mark.extended),
     ],
 )

@@ -1,4 +1,4 @@
-"""`--loop fit` on several tasks: a run killed inside of an epoch ends with the bits of an undisturbed one."""
+"""`--loop fit` on several tasks: a run killed inside an epoch ends with the bits of an undisturbed one."""
 
 import pytest
 
@@ -49,14 +49,14 @@ def callbacks(run_dir, task):
 
 @pytest.fixture(scope="module")
 def own(clusters, tmp_path_factory) -> Clusters:
-    """Clusters whose user has these parts."""
+    """Clusters of a user who has these parts."""
     return clusters.with_modules(tmp_path_factory.mktemp("own"), own_data=True, fit_parts=PARTS)
 
 
 def train(own: Clusters, name: str, workers: int) -> RunFolder:
-    """Train to the end; 16 or 17 steps are an epoch, so checkpoints are inside of epochs.
+    """Train to the end; 16 or 17 steps are an epoch, so checkpoints are inside epochs.
 
-    Both runs have the same configuration, so that the model is tried once.
+    Both runs have the same configuration, so that the model is checked once.
     """
     options = (f"--workers={workers}", "--loop=fit", "--checkpoint-every=15")
     parts = ("--dataset=fit_parts:data", "--model=fit_parts:model", "--callbacks=fit_parts:callbacks")

@@ -22,7 +22,7 @@ NAME = "a-run-with-a-name-as-long-as-that-of-a-preset"
 
 @pytest.fixture(scope="module")
 def lines(clusters) -> list[str]:
-    """What a terminal shows while a chief and two workers train as local processes, undisturbed."""
+    """The terminal output of a chief and two workers that train as local processes, undisturbed."""
     words = ["up", f"--name={NAME}", "--workers=2", "--runtime=local", "--", *TRAINING]
     code, shown = show(words, clusters.settings | {"TERM": "xterm"})
     assert 0 == code, shown
@@ -31,7 +31,7 @@ def lines(clusters) -> list[str]:
 
 @pytest.fixture(scope="module")
 def three(clusters, lines) -> RunFolder:
-    """The run that was shown."""
+    """The run of that output."""
     return clusters.run(NAME)
 
 
@@ -91,6 +91,6 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters):
 
 
 def await_line(process: subprocess.Popen[str], words: str) -> None:
-    """Read what a command prints until it says `words`."""
+    """Read a command's output until a line contains `words`."""
     assert process.stdout is not None
     assert any(words in line for line in process.stdout), f"it ended without saying {words!r}"

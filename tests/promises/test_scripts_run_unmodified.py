@@ -96,7 +96,7 @@ print("ways out:", sum(route[1] == "00000000" for route in routes), os.getcwd())
 
 @pytest.fixture
 def theirs(tmp_path) -> Path:
-    """A folder with scripts, as somebody has it."""
+    """A user's folder with scripts."""
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
@@ -129,7 +129,7 @@ def test_killing_a_script_must_restart_the_gang(clusters, theirs):
     ended = summary(run)
     (restart,) = ended["restarts"]
     assert ("succeeded", "worker-0", 1) == (ended["state"], restart["task"], restart["generation"])
-    assert 1 == run.log("chief").read_text().count("Epoch 1/12")  # it went on from its own backup
+    assert 1 == run.log("chief").read_text().count("Epoch 1/12")  # it resumed from its backup
 
 
 def test_servers_must_end_with_the_coordinator(clusters, theirs):

@@ -27,7 +27,7 @@ ALL_STEPS = ("--steps-per-loop", "20")
 
 @pytest.fixture(scope="module")
 def own(clusters, tmp_path_factory) -> Clusters:
-    """Clusters whose user has the files of the documentation in their folder."""
+    """Clusters of a user who has the files of the documentation in a folder."""
     folder = tmp_path_factory.mktemp("own")
     text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
     modules = dict(re.findall(r"`(\w+)\.py`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL))
@@ -52,7 +52,7 @@ def test_a_small_resnet_must_learn_under(own, strategy):
 
 @pytest.mark.long
 def test_a_resnet_must_give_the_same_bits_again(own):
-    """Of branches that are computed at once, and of convolutions which not every library computes the same twice."""
+    """Its branches run concurrently, and not every library computes its convolutions the same twice."""
     own.rerun("small_resnet-MirroredStrategy", "--runtime=local")
 
 
@@ -66,7 +66,7 @@ def half(own) -> RunFolder:
 
 @pytest.mark.extended
 def test_bfloat16_must_learn_and_export_float32(own, half):
-    """Its evaluation afterwards is that of the training."""
+    """A later evaluation gives the same results as that of the training."""
     metrics = summary(half)["metrics"]
     assert {"eval_loss", "eval_absolute_error"} == set(metrics)
     assert metrics["eval_absolute_error"] < 0.25  # heights lie between 0 and 5

@@ -1,4 +1,4 @@
-"""Records that the tasks of a run leave, for runs without tasks."""
+"""Writes the records of a run's tasks, for tests that run no tasks."""
 
 import time
 from collections.abc import Callable
@@ -19,11 +19,11 @@ LEDGER: dict[str, Any] = {
     "timed_steps": 1,
     "seconds": {"input": 0.0, "compute": 4.0, "save": 1.0, "evaluate": 0.0},
 }
-"""What the chief records of one generation."""
+"""The chief's ledger of one generation."""
 
 
 def beat(run: RunFolder, task: str, state: str = "training", *, age_s: float = 0, **values: Any) -> None:
-    """Leave a heartbeat that is so old."""
+    """Write a heartbeat of a task that is `age_s` old."""
     known = {"task": task, "role": task.partition("-")[0], "state": state, "generation": 0, "step": 0}
     rest = {"examples_per_s": None, "loss": None, "restarts": 0, "updated_at": time.time() - age_s}
     write_json(run.status(task), known | rest | values)

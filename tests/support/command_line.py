@@ -55,6 +55,6 @@ def options(task: Task) -> dict[str, Any]:
 
 
 def current(run: RunFolder) -> RunFolder:
-    """Make it the current run."""
+    """Make a run the current one."""
     (run.path.parent / ".current").write_text(run.name + "\n")
     return run

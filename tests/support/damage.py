@@ -1,4 +1,4 @@
-"""Run folders as they really are, and what a power failure, a careless hand or a hostile task may make of them."""
+"""Complete run folders, and damage to them as by a power failure, a careless user or a hostile task."""
 
 import json
 import os
@@ -22,17 +22,17 @@ HOSTILE: list[Any] = [
     float("nan"), float("inf"), -float("inf"), "", "x", "\x1b[2J\x07", "\ud800", "\0", "../../..", "/", "-1", "chief",
     "training", "docker", "9" * 5000, "x" * 100_000, [], [[]], [None], {}, {"": None}, {"x": {"x": []}},
 ]  # fmt: skip
-"""Values where a record has others."""
+"""Unexpected values for a field of a record."""
 
 TEXTS = [
     b"", b" ", b"\n", b"x", b"[]", b"{}", b"null", b"3", b'"', b"{" * 10, b"[" * 100_000, b'{"a":' * 100_000,
     b"\xff\xfe\x00", b"\x00" * 4096, "{}".encode("utf-16"), b"NaN", b"[" * 900 + b"]" * 900, b"1" * 5000,
 ]  # fmt: skip
-"""Whole files where a run has others."""
+"""Unexpected contents of a file."""
 
 
 def fill(run: RunFolder) -> None:
-    """Have a run folder hold what a run with a failure, a checkpoint and a trace leaves."""
+    """Fill a run folder as after a run with a failure, a checkpoint and a trace."""
     now, spec = time.time(), run.load_cluster()
     write_json(run.compose, processes_of(spec, run.path, run.path.parent / "data", []))
     write_json(run.manifest, {"schema": 1, "run": run.name, "runtime": "local", "config": {"global_batch": 96}})
@@ -89,12 +89,12 @@ def files_of(run: RunFolder) -> list[str]:
 
 
 def damage(run: RunFolder, name: str, draw: random.Random, outside: Path) -> str:
-    """Damage one file of a run, by chance; return how."""
+    """Damage one file of a run at random; return a description of the damage."""
     path = run.path / name
     kinds = [tear, empty, lengthen, replace, mistype, mistype, mistype, misplace, hide, add]
     kind = draw.choice(kinds)
     damages = kind in (misplace, hide, add) or (path.is_file() and not path.is_symlink())
-    if damages and os.path.lexists(path) and not path.parent.is_symlink():  # else it would damage what the link names
+    if damages and os.path.lexists(path) and not path.parent.is_symlink():  # else it would damage the link's target
         kind(path, draw, outside)
     return f"{kind.__name__} {name}"
 
@@ -117,7 +117,7 @@ def lengthen(path: Path, draw: random.Random, outside: Path) -> None:
 
 
 def replace(path: Path, draw: random.Random, outside: Path) -> None:
-    """Have a file hold something else."""
+    """Replace the contents of a file."""
     path.write_bytes(draw.choice([*TEXTS, json.dumps(draw.choice(HOSTILE)).encode()]))
 
 
@@ -180,7 +180,7 @@ def hide(path: Path, draw: random.Random, outside: Path) -> None:
 
 
 def add(path: Path, draw: random.Random, outside: Path) -> None:
-    """Add a file that no run has."""
+    """Add unexpected files to a run."""
     if path.parent.is_dir() and not path.parent.is_symlink():
         name = draw.choice(["zzz.json", "-1.json", "².json", "1e9.json", f"{'9' * 200}.json", "\x1b[2J.json", ".json"])
         (path.parent / f"ckpt-{name}").write_bytes(draw.choice(TEXTS))

@@ -1,7 +1,7 @@
-"""Who reaches a port: every address of this machine, and whether TensorFlow's server speaks there.
+"""Reachability of ports: the addresses of this machine, and whether a TensorFlow server answers at one.
 
-It needs nothing but Python, and is a program, too, for other containers: it prints those of the ADDRESS PORT pairs it
-was given where a server speaks.
+Standard library only. As a program in other containers, it prints which of its arguments, ADDRESS PORT pairs, have a
+server that answers.
 """
 
 import fcntl
@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What a gRPC client says first."""
+"""The first bytes that a gRPC client sends."""
 OWN_SETTING = b"\xfe\x03\0\0\0\1"
-"""What distinguishes gRPC's servers, so TensorFlow's, from others: some gateways answer in the name of any address."""
+"""A setting that only gRPC servers, such as TensorFlow's, send: some gateways answer for any address."""
 GREETING = bytes([0, 0, len(OWN_SETTING), 4, 0, 0, 0, 0, 0]) + OWN_SETTING
-"""What such a server says first, all else left out."""
+"""The start of a gRPC server's first frame, reduced to this setting."""
 SIOCGIFADDR = 0x8915
 
 
 def speaks(address: str, port: int, timeout_s: float = 2) -> bool:
-    """Whether a gRPC server answers there."""
+    """Whether a gRPC server answers at an address."""
     try:
         with socket.create_connection((address, port), timeout_s) as connection:
             connection.settimeout(timeout_s)
@@ -31,13 +31,13 @@ def speaks(address: str, port: int, timeout_s: float = 2) -> bool:
 
 
 def addresses() -> list[str]:
-    """Return every address of this machine's interfaces, of its loopback, too."""
+    """Return every address of this machine's interfaces, including loopback."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(query, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             found.append(socket.inet_ntoa(answer[20:24]))
     if (listed := Path("/proc/net/if_inet6")).exists():

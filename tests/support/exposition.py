@@ -10,7 +10,7 @@ Page = dict[tuple[str, ...], float]
 
 
 def read_page(text: str) -> Page:
-    """Return the series of a page; fail where Prometheus would not take it."""
+    """Return the series of a page; fail if Prometheus would reject the page."""
     assert text.endswith("\n")
     page: Page = {}
     described: list[tuple[str, ...]] = []

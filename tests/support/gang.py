@@ -1,4 +1,4 @@
-"""A cluster of fake trainers under way: real agents as real processes under the real supervisor, without TensorFlow."""
+"""A running cluster of fake trainers: real agent processes under the real supervisor, without TensorFlow."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SIGKILLED = "exit code 137 (SIGKILL: killed)"
 
 
 def assert_ended(summary: dict[str, Any], **values: Any) -> None:
-    """Check every key of the summary of a run on workers, given those that are not empty."""
+    """Check every key of the summary of a run on workers; `values` are those that differ from a run without a step."""
     assert 0 < summary.pop("startup_s") <= summary.pop("wall_s")
     empty = ("epochs", "examples_per_s", "weights_sha256", "goodput", "goodput_split", "checkpoint_every_s")
     usual = {"strategy": "MultiWorkerMirroredStrategy", "steps": 0, "metrics": {}, "restarts": []}
@@ -25,12 +25,12 @@ def assert_ended(summary: dict[str, Any], **values: Any) -> None:
 
 @dataclass(frozen=True)
 class Gang:
-    """A cluster under way."""
+    """A running cluster."""
 
     run: RunFolder
 
     def summary(self) -> dict[str, Any]:
-        """Wait for the run's end and that of all of its processes; return the summary."""
+        """Wait for the end of the run and of all its processes; return the summary."""
         wait_for(self.run.summary.exists, "the summary", timeout_s=300)
         wait_for(lambda: not supervisor.processes_left(self.run), "the end of all processes", timeout_s=300)
         return read_json(self.run.summary)
@@ -50,7 +50,7 @@ class Gang:
 
     @property
     def keeper(self) -> dict[str, int]:
-        """What identifies the run's first process."""
+        """The identity of the run's first process."""
         owned = owner.read_owner(self.run)
         assert owned
         assert owned.supervisor

@@ -1,4 +1,4 @@
-"""What tests of the way from a request to a started run share; the fixtures are in `conftest.py`."""
+"""Helpers of the tests of launching, from a request to a started run; the fixtures are in `conftest.py`."""
 
 from typing import Any
 
@@ -19,18 +19,18 @@ CONFIG = {"preset": "fashion_mnist", "dataset": "fashion_mnist", "global_batch":
 WORKING_ENGINE = (
     'case "$1" in info) echo \'"26.1.5"\';; compose) echo 2.26.1;; buildx) echo sha256:0;; *) exit 1;; esac'
 )
-"""What `docker` does where an engine and a registry answer, as a shell script."""
+"""A fake `docker` as a shell script, whose engine and registry answer."""
 
 
 def workload(run: RunFolder, **more: Any) -> Workload:
-    """Return the work of a run of a chief and a worker, unless said otherwise."""
+    """Return the workload of a run, by default of a chief and a worker."""
     given: dict[str, Any] = {"cluster": spec.build(workers=1), "data_dir": run.path.parent, "payload": Payload()}
     given |= {"gpus": Placement(), "memory": Memory(), "network": Network()}
     return Workload(run=run, **given | more)
 
 
 def refusal(requested: Request) -> ClusterError:
-    """Return the error that a request is refused with; nothing may have been changed."""
+    """Return the one-line error with which planning refuses a request."""
     with pytest.raises(ClusterError) as refused:
         planning.plan(requested)
     assert 1 == len(str(refused.value).splitlines())
@@ -38,12 +38,12 @@ def refusal(requested: Request) -> ClusterError:
 
 
 class Commands(list[str]):
-    """A shell that only remembers."""
+    """A fake shell that records its commands."""
 
     def __call__(self, command: str) -> None:
         self.append(command)
 
 
 def no_shell(command: str) -> None:
-    """Fail: no command is to be run."""
+    """A fake shell that fails, for tests in which no command may run."""
     pytest.fail(f"nothing is to be run: {command}")

@@ -1,4 +1,4 @@
-"""Examples that can be told apart: listed ones to shard, and those of functions of (split, shard)."""
+"""Distinguishable examples: listed ones to shard, and dataset functions of (split, shard)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ def numbers(split: str, _shard: Shard) -> Any:
 
 
 def ranges(split: str, shard: Shard) -> tf.data.Dataset:
-    """Return the same examples as a dataset of the shard's, shuffled by its seed."""
+    """Return a shard's part of the numbers as a dataset, shuffled by the shard's seed."""
     dataset = tf.data.Dataset.range(TRAIN if split == "train" else TEST).shard(shard.count, shard.index)
     if split == "train":
         dataset = dataset.shuffle(TRAIN, seed=shard.seed)
@@ -61,7 +61,7 @@ def ranges(split: str, shard: Shard) -> tf.data.Dataset:
 
 
 def steps(source: Source, first: int, count: int, replicas: int = 1, own: range | None = None) -> list[Any]:
-    """Return the first feature of every example of some steps, a list for each batch of each of the own replicas."""
+    """Return the first feature of every example of some steps: a list per batch of each replica in `own`."""
     own = own or range(replicas)
     batches = source.train_dataset(BatchSlice(6, 7, first, Replicas(replicas, own.start, len(own))))
     dataset = batches.take(count * len(own))

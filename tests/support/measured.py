@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
 
 HANG_S = 900.0
-"""What no such process takes unless it hangs, also on a busy machine: otherwise it is a minute or two."""
+"""Time after which such a process counts as hung, even on a busy machine: normally it takes a minute or two."""
 
 
 def begin(*words: str, environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -41,7 +41,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
     try:
         return process.communicate(timeout=HANG_S)[0][-8000:]
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # it prints where its threads are
+        process.send_signal(signal.SIGABRT)  # it prints its threads' stacks
         return f"still running after {HANG_S:g} s\n{process.communicate()[0][-8000:]}"
 
 

@@ -1,4 +1,4 @@
-"""A module of the user's own."""
+"""Modules of a fictitious user."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 
 def put(patch: pytest.MonkeyPatch, name: str, **values: Any) -> Any:
-    """Let a module without a file be imported that has these values."""
+    """Make a module with these values importable, without a file."""
     module = ModuleType(name)
     vars(module).update(values)
     patch.setitem(sys.modules, name, module)

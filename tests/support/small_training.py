@@ -1,4 +1,4 @@
-"""One small training with any optimizer, precision, micro-batches and virtual shards, for what is measured of them."""
+"""A small training with any optimizer, precision, micro-batches and virtual shards, for measurements."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ FEATURES, CLASSES = 6, 3
 OBJECTIVE = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
 
 
-@functools.cache  # the collectives of two strategies over the same devices would meet each other
+@functools.cache  # collectives of two strategies over the same devices would interfere
 def strategy_called(name: str) -> tf.distribute.Strategy:
     """Return a strategy by a name such as `mirrored-2`."""
     kind, _, count = name.partition("-")
@@ -47,7 +47,7 @@ def prepare(data_dir: Path) -> Source:
     random = np.random.default_rng(0)
     features = random.normal(size=(NUM_TRAIN + NUM_TEST, FEATURES)).astype(np.float32)
     labels = random.integers(0, CLASSES, NUM_TRAIN + NUM_TEST)
-    labels[-1] = np.argmax(new_model(0)(features[-1:]))  # what evaluation is padded with would count
+    labels[-1] = np.argmax(new_model(0)(features[-1:]))  # the evaluation's padding, which repeats it, would count
     weights = random.uniform(0, 3, NUM_TRAIN + NUM_TEST).astype(np.float32)
     weights[:5] = 0
     parts = (features, labels, weights)
@@ -74,7 +74,7 @@ def weights_of(model: keras.Model) -> list[float]:
 
 
 def per_replica(strategy: tf.distribute.Strategy, function: Callable[..., tf.Tensor]) -> Callable[[int], list[Any]]:
-    """Return a function that does a step and returns all replicas' results; `function` takes replica and step."""
+    """Return a function from a step to the results `function(replica, step)` of all replicas."""
 
     @tf.function
     def run(step: tf.Tensor) -> Any:
@@ -99,7 +99,7 @@ REGULARISED = functools.partial(new_model, 0.05)
 
 @dataclasses.dataclass
 class Training:
-    """A training and what it trains."""
+    """A training step, and the function that runs steps."""
 
     train_step: TrainStep
     run: Any
@@ -132,7 +132,7 @@ def training(
     model_of: Callable[[], keras.Model] = REGULARISED,
     objective: objectives.Objective = OBJECTIVE,
 ) -> Training:
-    """Return a training of a small model, as a run with these settings has it."""
+    """Return a training of a small model, set up as in a run with these settings."""
     strategy = strategy_called(where)
     replicas = strategy.num_replicas_in_sync
     config = TrainConfig(optimizer=optimizer, precision=precision)

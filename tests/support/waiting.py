@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a bound: no test sleeps for a fixed time; and the same thing several times at once."""
+"""Bounded waits for a condition, as no test sleeps for a fixed time, and calls in several threads at once."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 300, pause_s: float = 0.01) -> T:
-    """Return the condition's value once it is true; fail naming `what` where it never is."""
+    """Return the condition's value once it is true; after the timeout fail with a message that names `what`."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"

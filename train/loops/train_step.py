@@ -200,7 +200,7 @@ class TrainStep:
     ) -> Any:
         """Return the sum over the micro-batches on every replica. Call in cross-replica context.
 
-        Replicas cannot exchange values, such as averages of BatchNormalization, inside separate loops. So a single loop
+        Replicas cannot exchange values, such as averages of BatchNormalization, inside separate loops. So one loop
         calls `run`, such as `strategy.run`, which calls `compute` on every replica with its `args` and a micro-batch's
         number.
         """

@@ -94,8 +94,8 @@ class Training:
     def actions(self, *, batches: bool) -> list[Action]:
         """Return the actions in order.
 
-        With `batches`, they include traces and the user's callbacks, with each call as a batch; otherwise the caller
-        runs both.
+        With `batches`, they include traces and the user's callbacks, to which a call is a batch; else the caller runs
+        both.
         """
         context = self._context
         flip = FlipBit(context.run, context.task.name, self._updated_variables, context.spec.devices)

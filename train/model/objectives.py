@@ -49,8 +49,7 @@ class Objective:
     metrics: Mapping[str, PerExample] = field(default_factory=dict)
     """Further functions that evaluations report; with several outputs, also each head's loss and score."""
     heads: Mapping[str, Objective] = field(default_factory=dict)
-    """The objective of each of several heads, whose score names lack the head's; empty if one loss takes all
-    outputs."""
+    """The objective of each head, whose score name lacks the head's; empty if one loss takes all outputs."""
     weight: float = 1.0
     """Loss weight of a head."""
 

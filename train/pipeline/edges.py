@@ -19,9 +19,8 @@ The sums may run concurrently."""
 MOST_STAGES = 1_000
 MOST_SHARED = 10_000
 EDGE_KEYS, STAGE_KEYS, SUM_KEYS, SHARED_KEYS = 1_000_000, 20_000_000, 30_000_000, 40_000_000
-"""First group keys: of the edges of all pipelines; of the stages of each pipeline; of the equal stages of all
-pipelines; of the stages that share a variable. tf.distribute counts from 0, and each group has separate instance
-keys."""
+"""First group keys: of the edges of all pipelines; of each pipeline's stages; of the equal stages of all pipelines; of
+the stages that share a variable. tf.distribute counts from 0, and each group has separate instance keys."""
 TIMEOUT_S = 0.0
 """0 for no timeout: a neighbour may take long to compile, and a closed connection reveals its loss."""
 

@@ -81,8 +81,7 @@ class MemorySnapshots:
     def restore(self, newest_saved: int) -> int | None:
         """Restore the newest snapshot, of the same step in all tasks, which all call this; return its steps.
 
-        Returns None if there is no snapshot or a checkpoint is newer; `newest_saved` is the newest that this task
-        found.
+        Returns None if there is none or a checkpoint is newer; `newest_saved` is the step of the newest one found here.
         """
         held = {_steps_of(file): file for file in self._files if self._is_complete(file)}
         newest, older = [*sorted(held, reverse=True), NONE, NONE][:2]

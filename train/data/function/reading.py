@@ -193,8 +193,7 @@ class FunctionSource(Source):
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
         """Return the test batches of replicas; see `batches.eval_dataset`.
 
-        Every task reads the whole split, as shard 0 of 1, and takes its part, so that all have the same number of
-        batches.
+        Every task reads the whole split, as shard 0 of 1, and takes its part, so all have the same number of batches.
         """
         split = self.record.test
         whole = read_examples(self.record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), self.data_dir))
