@@ -18,11 +18,11 @@ CALM_STEPS = 100
 READY, WITHOUT = "with standby processes", "without"
 STANDBY = {READY: "1", WITHOUT: "0"}
 ROUNDS = 3
-"""One round of this benchmark for so many of the others: it has as many kills as victims."""
+"""This benchmark uses one in this many rounds, because a round kills every victim."""
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Kill one task after the other of a run with standby processes and of one without."""
+    """Kill each victim in turn, in a run with standby processes and in a run without."""
     victims = VICTIMS[:1] if bench.quick else VICTIMS
     processes: dict[str, list[float]] = {how: [] for how in STANDBY}
     containers: dict[str, list[float]] = {how: [] for how in STANDBY}

@@ -175,7 +175,7 @@ def _notes(marks: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def _cpu() -> str:
-    """Return the processor's name and its widest vectors, which decide what kernels TensorFlow chooses."""
+    """Return the processor's name and its widest vectors, by which TensorFlow chooses kernels."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
     flags = found.get("flags", "").split()

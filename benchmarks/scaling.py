@@ -106,7 +106,7 @@ def start_pinned(bench: Bench, request: Request, own: Sequence[int], program: st
         }
         for core, (task, how) in zip(own, planned.compose["tasks"].items(), strict=False)
     }
-    planned = dataclasses.replace(planned, compose=planned.compose | {"tasks": tasks, "preload": ""})  # no copies
+    planned = dataclasses.replace(planned, compose=planned.compose | {"tasks": tasks, "preload": ""})  # no forks
     startup.start(planned, lambda command: bench.call(["bash", "-c", command]), began=time.time())
     return planned.run
 

@@ -40,7 +40,6 @@ class TwoConvCnn(nn.Module):  # type: ignore[misc,unused-ignore]
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
         return self.layers(images.float() / 255)
 
 

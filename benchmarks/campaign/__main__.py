@@ -1,4 +1,4 @@
-"""Storms over many runs, with faults in every phase, several at once: `python -m benchmarks.campaign --help`.
+"""Fault injection into many runs, in every phase and several at once: `python -m benchmarks.campaign --help`.
 
 `cases.py` lists the kinds of runs, `volleys.py` draws the faults and `injection.py` injects them. `campaign.py` makes
 one run after the other and compares it with an undisturbed one; `record.py` counts the results.

@@ -119,7 +119,7 @@ class _Campaign:
         return record.row(case.name, seed, self._commit, injection.faults, lost=lost, bits=bits, seconds=seconds)
 
     def end(self) -> None:
-        """End the newest run, if it is still in progress: an interruption comes at any moment."""
+        """End the newest run if it is still in progress, as after an interruption."""
         if self._newest and self._newest.path.exists():
             _kill(self._newest)
 

@@ -24,7 +24,7 @@ class Case:
         options: the options of `up`.
         training: the training options after `--`.
         volleys: maximum number of volleys of faults per run.
-        repeats: whether its result is the same, bit for bit, as that of an undisturbed run.
+        repeats: whether its result equals that of an undisturbed run, bit for bit.
         result: the file in the run folder with the result, if it is not in the summary.
         runtime: the runtime of its tasks.
     """

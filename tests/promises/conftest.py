@@ -1,4 +1,4 @@
-"""Fixtures of the promises: those of the scenarios, and a configuration that planning takes as resolved."""
+"""Fixtures of the promises: those of the e2e scenarios, and a configuration that planning regards as resolved."""
 
 from tests.e2e.conftest import clusters, data, defaults, environment, images
 from tests.unit.conftest import resolved

@@ -102,9 +102,10 @@ class Source(abc.ABC):
     def shuffled_batches(self, global_batch: int, seed: int) -> tf.data.Dataset:
         """Return infinite global batches for one of several equal workers, starting at a random epoch.
 
-        All workers run the same graph and do not know their index, so each draws its epoch in each generation.
+        All workers run the same graph and do not know their index, so each draws a random first epoch in each
+        generation.
         """
         first, last = (tf.constant(number, tf.int64) for number in (0, 2**20))
-        # Unlike `tf.random`, also random where operations are deterministic.
+        # Unlike `tf.random`, this is random even if operations are deterministic.
         epoch = tf.raw_ops.RandomUniformInt(shape=tf.zeros(0, tf.int32), minval=first, maxval=last, seed=0, seed2=0)
         return self.train_dataset(BatchSlice(global_batch, seed, self.train_examples * epoch // global_batch))

@@ -129,7 +129,7 @@ class TrainStep:
     def update(self, computed: Computed) -> tf.Tensor:
         """Update the weights with the gradient of the global batch, the sum over all replicas.
 
-        Returns `[parts, 2] float32`: this replica's share of the loss, NaN where training must end, and of the score.
+        Returns `[parts, 2] float32`: this replica's share of the loss, NaN if training must end, and of the score.
         """
         gradients = computed.gradients
         if self.accumulates:  # a loop outside the replicas returns tensors without their device
@@ -178,7 +178,6 @@ class TrainStep:
         return [outputs_BK[head] for head in self.objective.heads] or [outputs_BK]
 
     def zero_counts(self) -> tf.Tensor:
-        """Return the initial counts."""
         return tf.zeros([max(1, len(self.objective.heads))], tf.int64)
 
     def zeros(self) -> Computed:

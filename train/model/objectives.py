@@ -119,7 +119,7 @@ def _user_metrics(reference: str, taken: Collection[str]) -> dict[str, PerExampl
 
 
 def build_by_name(loss: str, *, classifies: bool, shapes: Shapes | None = None) -> Objective:
-    """Build the objective of a model with one output; raise UsageError if it needs classes and labels are values.
+    """Build the objective of a model with one output; raise UsageError if the loss needs classes, not values.
 
     `loss` is a key of `LOSSES`, or a reference `package.module:function` to a function of the form `PerPosition`. With
     `classifies` the labels are classes, and the score is the accuracy. A built-in loss needs no `shapes`.

@@ -94,7 +94,7 @@ def _back_up(backup: Any) -> None:
 
 
 def _end(backup: Any, logs: Any = None) -> None:
-    """Delete the backup on the chief; the others wait for that, so that all start their next `fit` alike."""
+    """Delete the backup on the chief; the others wait for it, so that the next `fit` starts alike on all tasks."""
     if _is_chief(backup.model) is not False:
         backup._unpatched["on_train_end"](backup, logs)
         return

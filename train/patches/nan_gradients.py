@@ -1,4 +1,4 @@
-"""The loss is NaN where a gradient is not finite.
+"""The loss is NaN if a gradient is not finite.
 
 Defect: oneDNN's ReLU and max-pooling turn NaN into numbers, so that the loss of broken weights can look sound.
 Versions: TensorFlow 2.21.0.
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 
 def nan_if_broken(loss: tf.Tensor, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> tf.Tensor:
-    """Return the loss, or NaN where a gradient is not finite."""
+    """Return the loss, or NaN if a gradient is not finite."""
     parts = [part.values if isinstance(part, tf.IndexedSlices) else part for part in gradients if part is not None]
     if not parts:
         return loss

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 VALUES, GRADIENTS, EVALUATED = range(3)
-"""Tensors that cross an edge: values and gradients in training; values in evaluation."""
+"""Tensors that cross an edge: activations and gradients in training; activations in evaluation."""
 DIRECTIONS = 3
 NORM, FLAG = 0, 1
 """Tensors that all stages add up: the norms of gradients, and the number of stages with a gradient that is not finite.

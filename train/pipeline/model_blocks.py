@@ -174,7 +174,7 @@ def estimate_cost(block: ModelBlock, micro_batch: int, slots: int) -> BlockCost:
         flops += micro_batch * (_flops(node.operation, outputs, places) + 4 * scores * width)
     return BlockCost(
         block.names,
-        float(3 * flops),  # the backward takes two products for each of the forward
+        float(3 * flops),  # the backward pass takes two products for each one of the forward pass
         4 * parameters,
         4 * trainable * (1 + slots),
         kept,

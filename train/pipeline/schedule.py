@@ -9,7 +9,7 @@ Three schedules of S stages and M micro-batches:
   without waiting for other stages. A micro-batch's backward uses the weights of its forward (weight stashing), so its
   gradient is applied to weights that are S-1-s updates newer.
 
-Backwards run in the order 0 to M-1 in all of them, so that gradients are summed in the order of one device.
+In all schedules, backwards run in the order 0 to M-1, so that gradients are summed in the order of one device.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SCHEDULES = ("gpipe", "1f1b", "pipedream")
 
 
 class Opcode(Enum):
-    """The action of an instruction. A forward receives and sends values, a backward gradients."""
+    """The action of an instruction. A forward receives and sends activations, a backward gradients."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -79,7 +79,7 @@ class MemorySnapshots:
         return needed <= has * ROOM_SHARE
 
     def restore(self, newest_saved: int) -> int | None:
-        """Restore the newest snapshot, of the same step in all tasks, which all call this; return its steps.
+        """Restore the newest snapshot, of the same step in all tasks, which all call this; return the steps done in it.
 
         Returns None if there is none or a checkpoint is newer; `newest_saved` is the step of the newest one found here.
         """
@@ -197,7 +197,7 @@ def _padding(octets: np.ndarray) -> int:
 
 
 def read_octets(variable: tf.Variable) -> np.ndarray:
-    """Return the bits of a variable's value, `[N] uint8`; of equal copies those of the first."""
+    """Return the bytes of a variable's value, `[N] uint8`; of several equal copies, those of the first."""
     if isinstance(variable, tf.distribute.DistributedValues):
         if variable.synchronization == tf.VariableSynchronization.ON_READ:
             return _as_octets(variable.read_value())  # merges the copies of all tasks

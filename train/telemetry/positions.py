@@ -33,7 +33,7 @@ class Positions:
             tf.raw_ops.AssignVariableOp(resource=self._in_graph.handle, value=tf.identity(number))
 
     def current(self) -> Position:
-        """Return where this task is now."""
+        """Return this task's current position."""
         newest = self._in_python
         with contextlib.suppress(tf.errors.OpError):  # after the cluster has failed
             newest = max(newest, int(self._in_graph.numpy()))

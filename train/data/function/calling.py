@@ -92,7 +92,7 @@ def call_function(name: str, split: str, shard: Shard) -> Any:
             f"--dataset {name!r} does not take (split, shard), which --source function passes; change it, or omit "
             "--source"
         )
-    with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # autograph converts mapped functions also inside a graph
+    with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # makes autograph convert mapped functions in graphs, too
         returned = references.call_user_function("--dataset", name, function, split, shard)
     if isinstance(returned, tf.data.Dataset):
         return returned

@@ -121,7 +121,7 @@ def fetch_from_debian(dataset: str, files: Sequence[SourceFile], folder: Path, s
     for name in ("lists/partial", "cache/archives/partial", "unpacked"):
         (scratch / name).mkdir(parents=True)
     say(f"fetching Debian's package lists and {package}")
-    # The update also fails for another unreachable repository, so only the download counts.
+    # The update fails if any repository is unreachable, so only the download counts.
     _, updated = _run([*_apt_get(scratch), "update"], scratch)
     code, downloaded = _run([*_apt_get(scratch), "download", package], scratch)
     if code:

@@ -1,4 +1,4 @@
-"""Prepares a dataset once, from the first source that has it; nothing needs a network afterwards.
+"""Prepares a dataset once, from the first source that has it; afterwards no network is needed.
 
 Sources of a TFDS dataset, in order:
     1. prepared arrays;
