@@ -210,7 +210,7 @@ class TrainConfig:
         return self
 
     def _check_combinations(self) -> None:
-        if self.callbacks == "tutorial" and not self.rate_is_set:
+        if self.callbacks == "tutorial" and not self.callbacks_set_rate:
             raise UsageError(
                 f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the "
                 "learning rate: omit one of them"
@@ -279,13 +279,13 @@ class TrainConfig:
         )
 
     @property
-    def rate_is_set(self) -> bool:
+    def callbacks_set_rate(self) -> bool:
         """Whether callbacks may set the learning rate, which must then be a number without schedule or warm-up."""
         return bool(self.callbacks) and self.optimizer.schedule == "constant"
 
     @property
     def warmup_steps(self) -> int:
-        return 0 if self.rate_is_set else self.optimizer.warmup_steps
+        return 0 if self.callbacks_set_rate else self.optimizer.warmup_steps
 
     def total_steps(self, num_examples: int) -> int:
         """Return the optimizer steps of the whole training on `num_examples` training examples."""

@@ -71,7 +71,7 @@ class Program:
             self.heartbeat.start()
             if self.task.role == Role.WORKER and self.config.source == "function":
                 self._open_source()  # for graphs of other tasks
-            strategy.serve_chief(self.task, self.config.threads)
+            strategy.run_tensorflow_server(self.task, self.config.threads)
         self.heartbeat.start()
         context = self._setup.context if self._setup else self._task_context()
         if self.spec.kind.synchronous:

@@ -87,7 +87,7 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
     """Evaluate a run's newest checkpoint on the whole test split; return its step and the results.
 
     Raises:
-        PrerequisiteError: there is no good checkpoint, or the data is not prepared.
+        PrerequisiteError: there is no intact checkpoint, or the data is not prepared.
     """
     source, config, model, step = _restore(run, data_dir, as_trained=True)
     import tensorflow as tf
@@ -160,7 +160,7 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, bui
             time.sleep(0.1)  # a newer one has just replaced it
         else:
             return newest.step
-    raise PrerequisiteError(f"run {run.name} has no good checkpoint in {run.checkpoints}; see its log")
+    raise PrerequisiteError(f"run {run.name} has no intact checkpoint in {run.checkpoints}; see its log")
 
 
 if __name__ == "__main__":

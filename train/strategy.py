@@ -62,7 +62,7 @@ def _multiworker(_spec: ClusterSpec, devices: list[str]) -> tf.distribute.Strate
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
-def serve_chief(task: Task, threads: int) -> None:
+def run_tensorflow_server(task: Task, threads: int) -> None:
     """Serve the chief as a parameter server or worker until this process ends; `threads` per operation, 0 for all."""
     if GPUS_GIVEN in os.environ:
         check_gpus()
@@ -90,7 +90,7 @@ def _tpu(spec: ClusterSpec, _devices: list[str]) -> tf.distribute.Strategy:
         strategy = tf.distribute.TPUStrategy(resolver)
     except (ValueError, OSError, tf.errors.OpError) as error:
         raise PrerequisiteError(
-            f"no TPU answers ({str(error).splitlines()[0]}); set TPU_NAME to one that does"
+            f"cannot reach a TPU ({str(error).splitlines()[0]}); set TPU_NAME to one that answers"
         ) from error
     if strategy.num_replicas_in_sync != spec.devices:
         raise UsageError(

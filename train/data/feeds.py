@@ -146,9 +146,7 @@ def _shuffle_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
 def check_sizes(num_examples: int, replica_batch: int) -> None:
     """Check that a replica's batch is not larger than the data, and that the data can be shuffled."""
     if not 1 <= replica_batch <= num_examples:
-        raise UsageError(
-            f"--global-batch: {replica_batch} examples in a part of a step; expected 1 to {num_examples}, all of them"
-        )
+        raise UsageError(f"--global-batch: a part of a step has {replica_batch} examples; expected 1 to {num_examples}")
     bits = (num_examples - 1).bit_length() - 1
     if bits >= 16 and bits % 2 == 0 and num_examples - 1 == 1 << bits:
         # TensorFlow sizes its cipher by ceil(log2(num_examples - 1)), here one bit short: two examples would collide.

@@ -59,7 +59,7 @@ def _checked(name: str, returned: Any) -> UserDataset:
 def _classes(name: str, returned: Any, labels: Named) -> Named:
     heads = isinstance(labels, Mapping)
     if isinstance(returned, Mapping) and not heads:
-        raise UsageError(f"dataset {name}: classes are a dictionary, and labels are not; expected a list of names")
+        raise UsageError(f"dataset {name}: classes are a dictionary, but labels are not; expected a list of names")
     if not heads:
         return tuple(str(label) for label in returned)
     if returned and not isinstance(returned, Mapping):
@@ -105,7 +105,7 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
         raise UsageError(f"{subject} are {type(value).__name__}, not an array; expected a NumPy array")
     if array.dtype == np.uint64 and part != "weights":
         if array.max(initial=0) > np.iinfo(np.int64).max:
-            raise UsageError(f"{subject} go up to {array.max()}; expected whole numbers below 2**63")
+            raise UsageError(f"{subject} contain {array.max()}; expected whole numbers below 2**63")
         array = array.astype(np.int64)
     stored = stored_dtype(subject, part, array.dtype)
     with np.errstate(over="ignore"):

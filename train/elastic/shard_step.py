@@ -114,7 +114,7 @@ class ElasticTrainStep(TrainStep):
         def compute_part(micro_batch: tf.Tensor | None) -> Computed:
             batch = batch_of(shard if micro_batch is None else shard * self.micro_batches + micro_batch)
             place = placed_seeds.random_place(step, shard, micro_batch)
-            part = self.state.part(self.model.trainable_variables, weights)
+            part = self.state.isolate(self.model.trainable_variables, weights)
             with place, tf.GradientTape(watch_accessed_variables=False) as tape, part as state:
                 tape.watch(weights)
                 loss, score = self.shares(batch)

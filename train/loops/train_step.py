@@ -145,7 +145,7 @@ class TrainStep:
         """The forward pass: (batch, step, replica, micro-batch) -> shares of loss, score and state."""
 
         def forward(batch: Batch, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any) -> Any:
-            with placed_seeds.random_place(step, replica, micro_batch), self.state.part() as state:
+            with placed_seeds.random_place(step, replica, micro_batch), self.state.isolate() as state:
                 return *self.shares(batch), state()
 
         return never_inlined(forward) if self.as_function and not self.masked else forward

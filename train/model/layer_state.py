@@ -124,7 +124,7 @@ class LayerState:
         return [_spec(variable) for variable in self.variables]
 
     @contextlib.contextmanager
-    def part(
+    def isolate(
         self, weights: Sequence[keras.Variable] = (), values: Sequence[tf.Tensor] = ()
     ) -> Iterator[Callable[[], list[tf.Tensor]]]:
         """Isolate the assignments of layers inside; yield a function that returns this part's contributions.

@@ -47,7 +47,7 @@ class RateSchedule(keras.optimizers.schedules.LearningRateSchedule):
 def build_optimizer(config: TrainConfig, total_steps: int = 1) -> keras.optimizers.Optimizer:
     """Build the optimizer, whose learning rate decays over `total_steps`; call it inside the strategy's scope."""
     settings = config.optimizer
-    rate = config.learning_rate if config.rate_is_set else RateSchedule(config, total_steps)
+    rate = config.learning_rate if config.callbacks_set_rate else RateSchedule(config, total_steps)
     if settings.own:
         optimizer = _user_optimizer(settings.name, rate)
     else:

@@ -193,7 +193,7 @@ class PipelineSteps:
         """
         policy, stages = self._policy, self._task_stages
         # Within one task the first stage that uses a variable updates it for all.
-        variables = stages.list_led(number) if stages.whole else stages.models[number].trained
+        variables = stages.list_first_used(number) if stages.whole else stages.models[number].trained
         summed = self._by_variable(number, sums) if self._asynchronous else self._summed[number]
         gradients = [summed[id(variable)] for variable in variables]
         # Stages of one process share the optimizer, which counts the updates of all of them.
@@ -214,9 +214,9 @@ class PipelineSteps:
         """Return the norm of all stages' gradients, with the bits of `tf.linalg.global_norm` on one device."""
         halves = {key: tf.nn.l2_loss(sums[key]) for sums in self._summed.values() for key in sums}
         # The first user of a variable adds its half, the others add zeros, so that the sum over stages is exact.
-        led = {id(variable) for number in self._stages for variable in self._task_stages.list_led(number)}
+        counted = {id(variable) for number in self._stages for variable in self._task_stages.list_first_used(number)}
         weights = self._context.model.trainable_variables
-        local = tf.stack([halves[id(weight)] if id(weight) in led else tf.zeros([]) for weight in weights])
+        local = tf.stack([halves[id(weight)] if id(weight) in counted else tf.zeros([]) for weight in weights])
         return tf.sqrt(tf.reduce_sum(self._over_stages(local, edges.NORM)) * 2.0)
 
     def _over_stages(self, tensor: tf.Tensor, kind: int) -> tf.Tensor:

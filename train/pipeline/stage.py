@@ -62,7 +62,7 @@ class StageGraph:
 
         def forward(values: tf.Tensor, step: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None, list[Any]]:
             place = placed_seeds.random_place(step, tf.constant(replica, tf.int64), at, stage_model.drawn)
-            with place, self._state.part() as state:
+            with place, self._state.isolate() as state:
                 outputs = model(values, training=True)
                 outputs = self._loss(outputs, step, at) if self._last else outputs
                 terms = stage_model.losses()

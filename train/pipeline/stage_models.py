@@ -31,7 +31,7 @@ class StageModel:
         model: the model of the stage, with layers and variables of the whole model.
         used: variables of the whole model that the stage has or reads, in the order of the whole model.
         changed: variables that the stage assigns in training, such as averages of batch normalization.
-        drawn: number of seeds that a forward of all earlier stages draws from each generator, by its `id`.
+        drawn: number of seeds that the forward pass of all earlier stages draws from each generator, by its `id`.
         regularized: variables whose regularizers count here, by `id`: the first of several stages adds them.
     """
 
@@ -164,7 +164,7 @@ def build_models(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], mic
         before, (read, changed, graph) = dict(drawn), _observe(model, micro_batch, drawn)
         for name in layer_state.find_assigned(layer_state.tensorflow_variables(model), graph):
             raise UsageError(
-                f"--strategy pipeline: a forward assigns {name}, a tf.Variable; make it with "
+                f"--strategy pipeline: the forward pass assigns {name}, a tf.Variable; make it with "
                 "add_weight(trainable=False)"
             )
         stage_ids = {id(variable) for variable in model.variables}
@@ -181,25 +181,25 @@ def check_models(parts: Sequence[StageModel], *, remat: bool, asynchronous: bool
     changed = [variable for part in parts for variable in part.changed]
     if changed and remat:
         raise UsageError(
-            f"--remat: a forward changes {changed[0].path!r}, and would change it twice for each micro-batch; leave "
-            "--remat out"
+            f"--remat: the forward pass changes {changed[0].path!r}, and recomputing it would change it twice "
+            "for each micro-batch; leave --remat out"
         )
     if changed and pipelines > 1:
         raise UsageError(
-            f"--workers for {pipelines} pipelines: a forward changes {changed[0].path!r}, which would differ between "
-            "them; use one pipeline"
+            f"--workers for {pipelines} pipelines: the forward pass changes {changed[0].path!r}, which would "
+            "differ between them; use one pipeline"
         )
     if asynchronous and (assigned := [variable for variable in changed if variable.trainable]):
         raise UsageError(
-            f"--schedule pipedream: a forward assigns {assigned[0].path!r}, a weight in several versions; use "
+            f"--schedule pipedream: the forward pass assigns {assigned[0].path!r}, a weight in several versions; use "
             "--schedule 1f1b"
         )
     for variable, numbers in find_shared(parts):
         layers = " and ".join(repr(_name_user(parts[number].model, variable)) for number in numbers)
         if any(variable is other for other in changed):
             raise UsageError(
-                f"--strategy pipeline: a forward changes {variable.path!r}, which {layers} use in different stages; "
-                "use --cut to keep them in one stage"
+                f"--strategy pipeline: the forward pass changes {variable.path!r}, which {layers} use in "
+                "different stages; use --cut to keep them in one stage"
             )
         if variable.trainable and asynchronous:
             raise UsageError(

@@ -63,7 +63,7 @@ class TaskStages:
         self._give_values(created, assigned)
         return model
 
-    def list_led(self, stage: int) -> list[keras.Variable]:
+    def list_first_used(self, stage: int) -> list[keras.Variable]:
         """Return the trained variables whose first user is this stage."""
         return [variable for variable in self.models[stage].trained if self._users[id(variable)][0] == stage]
 

@@ -72,8 +72,8 @@ class MemorySnapshots:
         if needed > has * ROOM_SHARE and not self._warned:
             self._warned = True
             print(
-                f"warning: no snapshots in memory, two would take {size(needed)} of {size(has)}; after a failure the "
-                "newest checkpoint is restored",
+                f"warning: no snapshots in memory: two need {size(needed)}, and {size(has)} are free; after a failure "
+                "the newest checkpoint is restored",
                 flush=True,
             )
         return needed <= has * ROOM_SHARE

@@ -20,7 +20,7 @@ from cluster.system.errors import ClusterError, UsageError, nearest
 from cluster.system.messages import described
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_THEIRS = frozenset(
+RETRYABLE_ERRORS = frozenset(
     {"AbortedError", "CancelledError", "DeadlineExceededError", "ResourceExhaustedError", "UnavailableError"}
 )
 """TensorFlow errors that a restart or a larger machine may avoid: creating a variable in a user's function broadcasts
@@ -70,13 +70,13 @@ def accepts_arguments(function: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def call_user_function(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a user's function; turn its exceptions into UsageErrors, except those in `NOT_THEIRS`."""
+    """Call a user's function; turn its exceptions into UsageErrors, except those in `RETRYABLE_ERRORS`."""
     try:
         return function(*arguments)
     except ClusterError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, MemoryError) or type(error).__name__ in NOT_THEIRS:
+        if isinstance(error, MemoryError) or type(error).__name__ in RETRYABLE_ERRORS:
             raise
         raise UsageError(f"{option} {reference!r}: {described(error)}") from error
 

@@ -168,7 +168,7 @@ def _check_state(model: keras.Model, feature_shape: Named, parts: int, config: T
     unknown = layer_state.tensorflow_variables(model) if parts > 1 else {}
 
     def forward(features: Named) -> None:
-        with state.part(weights, [tf.convert_to_tensor(variable.value) for variable in weights]):
+        with state.isolate(weights, [tf.convert_to_tensor(variable.value) for variable in weights]):
             model(features, training=True)
 
     if not (state.variables or weights or unknown):

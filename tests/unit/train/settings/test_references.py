@@ -79,7 +79,7 @@ def test_a_file_with_a_syntax_error_is_named_with_its_line(write):
     assert "line 2" in message
 
 
-@pytest.mark.parametrize("name", sorted(references.NOT_THEIRS))
+@pytest.mark.parametrize("name", sorted(references.RETRYABLE_ERRORS))
 def test_an_error_of_a_lost_peer_is_not_blamed_on_the_function(name):
     lost = type(name, (Exception,), {})
 

@@ -48,7 +48,7 @@ def test_a_task_that_only_serves_checks_them_too(monkeypatch, seen):
     give(monkeypatch, 1)
     monkeypatch.setattr(strategy.tf.distribute, "Server", lambda *_, **__: pytest.fail("it serves"))
     with pytest.raises(PrerequisiteError, match="TensorFlow sees 0 of 1 GPUs"):
-        strategy.serve_chief(Task(Role.WORKER, 0, "worker-0", 2222), 1)
+        strategy.run_tensorflow_server(Task(Role.WORKER, 0, "worker-0", 2222), 1)
 
 
 def test_without_any_given_devices_are_logical_cpus(seen):
