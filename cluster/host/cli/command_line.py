@@ -61,9 +61,9 @@ def task(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorator that turns a function into a task; its first argument is invoke's context, its value the exit code.
 
-    Options whose default is None may be given without their names, but for those that may be `repeated`. Their help is
-    in `help.toml`, in which names stand for the `values`. A task `has_dry_run` if all that it changes, it changes by
-    commands: then invoke's own --dry is enough.
+    Options whose default is None are positional arguments, except those in `repeated`. Their help is in `help.toml`,
+    with placeholders for `values`. A task `has_dry_run` if it changes things only through shell commands, so that
+    invoke's own --dry is enough.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
@@ -125,7 +125,7 @@ def takes_request(
 
 
 def parse_options(**words: Any) -> dict[str, Any]:
-    """Return the fields of a request for options as they were typed, without those that were left out."""
+    """Return the fields of a request for the options that were typed."""
     return {name: OPTIONS[name].parse(word) for name, word in words.items() if word}
 
 

@@ -38,33 +38,33 @@ STORM = "storm"
 class FaultKind:
     """The properties of a kind of fault."""
 
-    name: str  # on the command line, and of the method that injects it
-    lasts: bool = False  # until it is undone, which happens once the others have noticed it
-    unnoticed: bool = False  # no other task acts on it, so that it is ended after some seconds
-    ends: tuple[str | None, ...] = (None, "succeeded")  # how the run may end because of it; None: it continues
-    takes_whole: bool = False  # it can be injected into the task's agent, too
-    recorded: bool = True  # by an event, from which everything is counted
-    needs_trainer: str = ""  # why it needs the built-in trainer; empty where it does not
-    draws: int = 0  # how often it is among the kinds that a storm draws from, where the run survives it
-    whole_draws: int = 0  # the same for the whole task
-    synchronous: bool = False  # drawn for synchronous strategies alone: it costs steps that others cannot repeat
-    elastic: bool = False  # drawn only for runs that continue without a worker, and it lasts until they do
+    name: str  # on the command line, and of the injector's method
+    lasts: bool = False  # whether it lasts until undone, which happens once an agent has reacted
+    unnoticed: bool = False  # whether no agent reacts, so that it is undone after `SLOW_S`
+    ends: tuple[str | None, ...] = (None, "succeeded")  # the acceptable outcomes of the run; None: it continues
+    takes_whole: bool = False  # whether it can be injected into the task's agent, too
+    recorded: bool = True  # whether an event is recorded, from which times are measured
+    needs_trainer: str = ""  # why it needs the built-in trainer; empty if it does not
+    draws: int = 0  # its weight in the draws of a storm, if the run survives it
+    whole_draws: int = 0  # its weight with the whole task as the target
+    synchronous: bool = False  # drawn only for synchronous strategies: it costs steps that others cannot repeat
+    elastic: bool = False  # drawn only for runs that can continue without a worker; lasts until they do
 
 
 KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
         FaultKind("kill", takes_whole=True, draws=6, whole_draws=2),
-        FaultKind("lose", lasts=True, draws=1, elastic=True),  # the machine that was lost is there again
+        FaultKind("lose", lasts=True, draws=1, elastic=True),  # as if the lost machine came back
         FaultKind("stop", ends=("stopped",)),
-        FaultKind("pause", lasts=True, draws=1),  # the machine that hung comes back
+        FaultKind("pause", lasts=True, draws=1),  # as if the machine hung for a while
         FaultKind("slow", lasts=True, unnoticed=True, draws=1),
-        # A damaged checkpoint costs the steps since the one before it.
+        # A damaged checkpoint costs the steps since the previous one.
         FaultKind("corrupt", needs_trainer="only the script knows its checkpoints", draws=1, synchronous=True),
         FaultKind("flip", needs_trainer="only the built-in trainer compares weights"),
-        FaultKind("partition", lasts=True, draws=1),  # the cable is plugged in again
+        FaultKind("partition", lasts=True, draws=1),  # as if a cable was unplugged for a while
         FaultKind("oom", draws=1),
-        FaultKind("diskfull", ends=("failed",), recorded=False),  # no room is left for an event
+        FaultKind("diskfull", ends=("failed",), recorded=False),  # the disk has no room for an event
     )
 }
 """The kinds of fault by name. The order determines the draws of a storm with a given seed."""
@@ -152,7 +152,7 @@ def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) 
         raise UsageError(f"run {run.name!r} ended before step {fault.at_step}; nothing was injected")
     watch = _Watch(run, fault)
     try:
-        if watch.kind.recorded:  # all times are measured from this event
+        if watch.kind.recorded:  # times are measured from this event
             run.event(fault.task, "fault", step=run.newest_step, kind=fault.kind, whole=fault.whole)
         injector.inject(fault.kind, fault.task, whole=fault.whole)
         if watch.unnoticed:

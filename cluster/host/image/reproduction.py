@@ -22,7 +22,7 @@ TAG = "tf-cluster/reproduction"
 
 @dataclass(frozen=True)
 class Contents:
-    """What the engine records about an image."""
+    """The engine's record of an image."""
 
     name: str
     layers: list[str]

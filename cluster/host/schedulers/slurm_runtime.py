@@ -106,7 +106,7 @@ class Queue:
         if not code or any(word in why for word in TEMPORARY):
             return ""
         if UNAVAILABLE in why and any(line.split()[-1] not in IN_USE for line in self.nodes()[1].splitlines()):
-            return ""  # a node that is down may be what is missing
+            return ""  # the missing resource may be a node that is down
         return why
 
     def _ask(self, command: list[str], timeout_s: float = ANSWER_S) -> tuple[int, str, str]:

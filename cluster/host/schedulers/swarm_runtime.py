@@ -1,11 +1,11 @@
 """The runtime of Docker Swarm stacks: a service for each task, on hosts that the Swarm chooses.
 
-The engine that Docker's client talks to (DOCKER_HOST) must be a manager's. What runs is always a command that `--dry`
-prints and one can paste; `docker stack deploy` reads the stack from the run's `compose.json`. What runs first in each
-container is `cluster/agent/schedulers/service.py`.
+The engine of Docker's client (DOCKER_HOST) must be that of a manager. Everything runs by commands that `--dry` prints,
+to paste; `docker stack deploy` reads the stack from the run's `compose.json`. The first process of each container is
+`cluster/agent/schedulers/service.py`.
 
-A service has the settings of Compose's, but for those that it cannot have: `security_opt` (set `no-new-privileges` in
-each engine's daemon.json) and a limit of swap. `swarm_stack.yaml` holds what is the same for every task.
+A service has the settings of a Compose service, except those that a Swarm does not support: `security_opt` (set
+`no-new-privileges` in each engine's daemon.json) and a swap limit. `swarm_stack.yaml` has the part common to all tasks.
 """
 
 import json
@@ -307,7 +307,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     def describe(self, work: Workload) -> dict[str, Any]:
         return render_stack(work)
 
-    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
+    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm checks the free resources
         """Check that any host accepts tasks; only the Swarm knows which hosts have the reserved resources."""
         if all(node.obstacle for node in list_nodes()):
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
