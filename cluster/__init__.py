@@ -1,1 +1,1 @@
-"""Host side and launcher of a TensorFlow cluster. Standard library only: nothing here imports TensorFlow."""
+"""Starts and supervises a cluster of TensorFlow tasks: commands, agents, run records. Never imports TensorFlow."""

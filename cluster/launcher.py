@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The command `tf-cluster`: the tasks of this project, in any folder.
+"""The command `tf-cluster`: runs the tasks of this project from any folder.
 
-It uses the standard library alone. An installed copy is first copied to the user's cache, where the commands may write,
-and the environment that the locks describe is created there once; a checkout has its own. Runs are kept in the folder
-where the command is called, and data in the cache, shared by all of the user's projects.
+It uses only the standard library. An installed copy is first copied to the user's cache, where commands may write, and
+the environment of the locks is created there once; a checkout has its own environment. Runs are in the folder where the
+command is called, and data is in the cache, shared by all of the user's projects.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ ACCELERATOR = os.environ.get("ACCELERATOR") or "cpu"
 LOCKS = ("build", "host", f"train-{ACCELERATOR}", "tensorboard")
 """The locks of the environment, in the order in which they are installed."""
 COMPLETE = ".host"
-"""In an environment: the file that says that all of it is installed; `make setup` writes it, too."""
+"""The file in an environment that marks its installation as complete; `make setup` writes it, too."""
 EXIT_USAGE, EXIT_PREREQUISITE = 2, 3
 NO_NETWORK = ("ProxyError", "NewConnectionError", "ConnectTimeoutError", "NameResolutionError")
 
@@ -68,7 +68,7 @@ def cache_folder() -> Path:
 
 
 def copy_files(source: Path, cache: Path) -> Path:
-    """Copy the project's files to a folder of the cache that is named after their content, unless it is there."""
+    """Copy the project's files to a folder of the cache that is named after their content, unless it exists."""
     paths = sorted(path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     digest = hashlib.sha256()
     for path in paths:
@@ -82,7 +82,7 @@ def copy_files(source: Path, cache: Path) -> Path:
                 copy = scratch / path.relative_to(source)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, copy)
-            scratch.rename(target)  # whole or not at all
+            scratch.rename(target)  # atomic
     return target
 
 
@@ -93,7 +93,7 @@ def environment(cache: Path, code: Path) -> Path:
 
 
 def create_environment(venv: Path, code: Path) -> None:
-    """Install what the locks pin, and nothing else, unless that is done."""
+    """Create the environment with exactly the locked packages, unless it is complete."""
     log = venv.with_suffix(".log")
     with locked(venv):
         if (venv / COMPLETE).exists():
@@ -118,7 +118,7 @@ def create_environment(venv: Path, code: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time make a folder."""
+    """Context manager that lets only one process at a time create a folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -126,7 +126,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def fail(message: str, code: int = EXIT_PREREQUISITE) -> NoReturn:
-    """End with one line of advice."""
+    """Print an error in one line and exit."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
 

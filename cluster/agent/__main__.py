@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def secret_variables() -> dict[str, str]:
-    """Return the variables of `--secret` from their files, without a final line break; or raise PrerequisiteError."""
+    """Read the variables of `--secret` from their files, without trailing line breaks; or raise PrerequisiteError."""
     found = {}
     for name, path in json.loads(os.environ.get(settings.SECRET_FILES, "{}")).items():
         try:

@@ -1,13 +1,13 @@
 """The agent of a task: starts the task's program, watches it and the other tasks, and applies the failure policy.
 
-The agent imports once what its training programs need and forks them; one that cannot be forked it starts at once, so
-that its imports run during the rendezvous of the agents. The program waits at its gate, the pipe whose descriptor is
-`GATE_FD`, until the cluster is complete. From then on the agent observes, decides (`decide.py`, which has the failure
-policy) and acts, until the generation is over or its program is to start again.
+The agent imports the modules of its training programs once and forks each program from itself. A program that cannot be
+forked starts early, so that its imports run during the rendezvous of the agents. Either waits at its gate, the pipe
+whose descriptor is `GATE_FD`, until the cluster is complete. From then on the agent observes, decides (`decide.py`, the
+failure policy) and acts, until the generation is over or the program has to restart.
 
 Agents share the run folder and send each other its new records (cluster/agent/run_view.py), so this works under any
-engine that restarts a task whose agent dies. The agent exits with 0 once the outcome is recorded: with any other code
-the engine would start it again.
+engine that restarts a task whose agent dies. The agent exits with 0 once the outcome is recorded: the engine would
+restart it after any other exit code.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ from cluster.system.json_files import write_json
 from cluster.system.processes import as_exit_code, identity
 
 LISTED_S = 75.0
-"""For how long a network file system may hide a file that exists: `acdirmax` of nfs(5) is a minute."""
+"""How long a network file system may hide a new file: the default `acdirmax` of nfs(5) is a minute."""
 SERVERS_S = 120.0
-"""Longest wait for the TensorFlow servers that this task calls first: they listen once their imports are done."""
+"""Timeout for the TensorFlow servers that this task calls first: they listen only once their imports are done."""
 STACKS_S = 1.0
-"""How long the programs of a hanging gang get to print their stacks."""
+"""How long the programs get to print their stacks after a hang."""
 
 
 class Agent:
@@ -63,7 +63,7 @@ class Agent:
         kind: type[TaskProcess] = Trainer,
         imports: str = "",
     ) -> None:
-        """Prepare the agent; `imports` is a module whose `load` imports the program's modules, see fork_server.py."""
+        """Prepare the agent; `imports` is the module whose `load` imports the program's modules, see fork_server.py."""
         self.run = run
         self.spec = membership.cluster_with_addresses(run.folder)
         self.task = self.spec.task(task_name)
@@ -75,12 +75,12 @@ class Agent:
         self._last_generation = -1
         """The generation of the previous attempt."""
         self._resuming = False
-        """Whether the event `resumed` is due once the program trains, after a restart of this task alone."""
+        """Whether to record the event `resumed` once the program trains, after a restart of this task alone."""
         self._pause_s = 0.0
-        """How long to wait before the next attempt, if only this task starts again."""
+        """How long to wait before the next attempt if only this task restarts."""
 
     def main(self) -> int:
-        """Make one attempt after the other until the run has an outcome."""
+        """Make attempts until the run has an outcome."""
         then = os.environ.get("STOP_THEN", "")
         signal.signal(signal.SIGTERM, lambda *_: self._act_on_terminate(then))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # `invoke up` turns a Ctrl-C into a stop request
@@ -103,13 +103,13 @@ class Agent:
         return 0
 
     def _act_on_terminate(self, then: str) -> None:
-        """Request that the run stops, unless it continues without this task."""
+        """Request that the run stops; if the current generation leaves this task out, just exit."""
         if not self.members.has(self.run.generation):
             raise SystemExit(EXIT_PEER_LOST)
         self.run.request_stop(self.task.name, then=then)
 
     def _report_own_death(self) -> None:
-        """Act on the death of the whole task, if a heartbeat of this generation says that the engine restarted it."""
+        """Handle the death of the whole task, if a heartbeat of this generation shows that the engine restarted it."""
         beat = self.run.heartbeat(self.task.name)
         if not beat:
             return
@@ -131,16 +131,16 @@ class Agent:
         self._watch(attempt)
 
     def _import(self) -> None:
-        """Import once the modules of every attempt's program. Only Python programs on a CPU can be forked after that.
+        """Import the program's modules once, for all attempts. Only Python programs on a CPU can be forked afterwards.
 
-        If that fails or kills this process, each program imports them and reports its own failure.
+        If the import fails or kills this process, each program imports the modules and reports its own failure.
         """
         accelerated = "GPUS_GIVEN" in os.environ or self.spec.kind.hardware
         if not self._imports or accelerated or not settings.is_on("SHARED_IMPORT") or fork_server.has_preloaded():
             return
         beat = self.run.heartbeat(self.task.name)
         if self.run.outcome or (beat and beat.generation == self.run.generation and beat.importing):
-            return  # the run has ended, or the import has killed this agent before
+            return  # the run has ended, or the import killed this agent's predecessor
         restarts = attempt_limits.count_restarts(self.run.folder, self.task.name)
         heartbeat = HeartbeatWriter(self.run.folder, self.task, self.run.generation, restarts)
         heartbeat.update(importing=True)
@@ -201,7 +201,7 @@ class Agent:
 
     @cached_property
     def _snapshot_files(self) -> str:
-        """The files in which every program of this task keeps snapshots; they exist as long as this process."""
+        """The files in which all programs of this task keep snapshots; they exist as long as this process."""
         return snapshot_files.create()
 
     def _record_processes(self, program: TaskProcess) -> None:
@@ -211,7 +211,7 @@ class Agent:
                 write_json(self.run.folder.programs(self.task.name), {of: identity(pid) for of, pid in pids.items()})
 
     def _pause(self, attempt: Attempt) -> bool:
-        """Wait before a program that failed by itself starts again; return whether to start it."""
+        """Wait for the back-off after a program's own failure; return whether to start the program."""
         if attempt.generation != self._last_generation:
             begun = self.run.begun(attempt.generation)
             self._pause_s = begun.pause_s if begun else 0.0
@@ -244,13 +244,13 @@ class Agent:
 
     @property
     def _listener(self) -> Task:
-        """The address to listen at: all those of a container on two networks, since its name may resolve to either."""
+        """The task with its listening address: all addresses for a script's container, whose name may be ambiguous."""
         if self._kind.scripted and self.task.host != "127.0.0.1":
             return replace(self.task, host="0.0.0.0")  # noqa: S104
         return self.task
 
     def _let_start(self, attempt: Attempt, variables: dict[str, str], *, formed: bool) -> bool:
-        """Let the program join the cluster; return whether it may.
+        """Let the program join the cluster, unless it turns out to be stalled; return whether it may join.
 
         A training program writes the heartbeat itself once its imports are done.
         """
@@ -260,7 +260,7 @@ class Agent:
             program.open_gate(variables)
             heartbeat.update(state=TaskState.TRAINING)
             self.run.folder.event(self.task.name, "script started")
-            self._record_processes(program)  # it has begun only now
+            self._record_processes(program)  # a script starts only now
             return True
         heartbeat.hand_over()
         if formed:
@@ -293,7 +293,7 @@ class Agent:
             return False
         if action is BareAction.REPORT_FAILURE:
             assert facts.end
-            ends.record_end(self.run.folder, generation, facts.end)  # first: a host that is lost now leaves no record
+            ends.record_end(self.run.folder, generation, facts.end)  # first: this host may be lost
         if facts.finding:
             self._report_finding(facts.finding, attempt, facts.end)
         if facts.phase is Phase.RUNNING and facts.code is not None and facts.scripted:
@@ -317,7 +317,7 @@ class Agent:
                 return True
             case _:
                 self._end_generation(action, attempt)
-        return facts.phase is Phase.DONE  # until the folder shows what was recorded
+        return facts.phase is Phase.DONE  # until the folder shows the recorded outcome
 
     def _end_generation(self, action: Action, attempt: Attempt) -> None:
         generation = attempt.generation
@@ -342,7 +342,7 @@ class Agent:
                     self.run.end(state, task=task or self.task.name, **failure)
 
     def _report_finding(self, finding: Stall, attempt: Attempt, end: End | None) -> None:
-        """Record a finding; after a hang, let every program print its stacks."""
+        """Record a stall; after a hang, let every program print its stacks."""
         if not end:
             return
         self.run.folder.event(finding.task, finding.kind, step=self.run.newest_step, cause=end.cause)
@@ -354,10 +354,10 @@ class Agent:
                 time.sleep(POLL_S)
 
     def _continue(self, attempt: Attempt) -> bool:
-        """Let a moment pass, in which everything is done that does not depend on decisions."""
+        """Wait briefly and do the periodic work that no decision depends on; return whether to observe again."""
         generation = attempt.generation
         if attempt.phase is Phase.STARTING:
-            return False  # what ended the rendezvous has passed: hold it again
+            return False  # the reason for the missed rendezvous is gone: hold it again
         if attempt.phase is not Phase.RUNNING:
             time.sleep(POLL_S)
             return True
@@ -379,16 +379,16 @@ class Agent:
         return True
 
     def _finish(self) -> None:
-        """Write the last heartbeat; the chief's agent also writes the summary, unless the run continues elsewhere."""
+        """Write the last heartbeat and, in the chief's agent, the summary, unless the run continues elsewhere."""
         outcome = self.run.outcome
         assert outcome is not None
         beat = HeartbeatWriter(self.run.folder, self.task, self.run.generation)
         previous = self.run.heartbeat(self.task.name)
         state = TaskState.DONE if outcome.state == OutcomeState.SUCCEEDED else TaskState(outcome.state)
         if not self.members.has(self.run.generation):
-            state = TaskState.STOPPED  # the run ended without it
+            state = TaskState.STOPPED  # the run ended without this task
         elif outcome.state == OutcomeState.FAILED and outcome.task != self.task.name:
-            # Another task failed: this one's work was done, or it was ended.
+            # Another task failed; this one had finished its work or was ended.
             state = TaskState.DONE if previous and previous.state == TaskState.DONE else TaskState.STOPPED
         beat.current = replace(previous or beat.current, state=state, exit_code=self.exit_code, ended=True)
         beat.write()

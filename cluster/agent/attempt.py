@@ -1,4 +1,4 @@
-"""One attempt of a task's program: its process, what its agent observes, and how the next attempt begins."""
+"""One attempt of a task's program: its process, the facts its agent observes, and the start of the next attempt."""
 
 import signal
 import socket
@@ -25,18 +25,18 @@ from cluster.system.errors import EXIT_FAILED, EXIT_PEER_LOST
 from cluster.system.messages import counted
 
 GRACE_S = 40.0
-"""Seconds that a program gets to save and end by itself. The engine's own grace period is longer."""
+"""Grace period in which a program can save and end by itself, in seconds. The engine's own is longer."""
 NOTHING_TO_SAVE = (TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING)
 POLL_S = 0.1
 SCRIPT_GRACE_S = settings.seconds("SCRIPT_GRACE_S")
-"""Seconds that a script gets to end by itself after SIGTERM, as many as `docker stop` gives. TensorFlow handles SIGTERM
-as a notice of preemption, so a script that trains on several tasks only sees it if it asks TensorFlow."""
+"""Grace period of a script after SIGTERM, in seconds; the default is that of `docker stop`. TensorFlow takes SIGTERM as
+a preemption notice, so a script that trains on several tasks only notices it by asking TensorFlow."""
 LONE_RESTART_S = 60.0
-"""How long after a worker's restart another script's error counts as its consequence."""
+"""How long after a worker's restart another script's error counts as a consequence of the restart."""
 
 
 class Attempt:
-    """One attempt, in one generation. The agent of a task that was killed has one without a program."""
+    """One attempt, in one generation. It has no program if the agent only reports that the whole task was killed."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class Attempt:
         self.recovery = Restarter(run, spec, task)
         self.program: TaskProcess
         self.heartbeat: HeartbeatWriter
-        """The task's heartbeat until the program writes it."""
+        """Writes the task's heartbeat until the program takes over."""
         self.pause_ends = 0.0
         self.missed: MissedRendezvous | None = None
         self.began_at = 0.0
-        """When the program was let through its gate."""
+        """When the gate was about to be opened, by the monotonic clock."""
         self.finding: Stall | None = None
-        """A stall found before that."""
+        """A stall found before the gate was opened."""
         self.grace_ends = 0.0
-        """When the grace period after a stop request ends; 0 before one."""
+        """When the grace period after a stop request ends, by the monotonic clock; 0 before a request."""
         self.end: End | None = None
         self._rendezvous_timeout_s = rendezvous_timeout_s
         self._standby = standby
@@ -80,7 +80,7 @@ class Attempt:
 
     @property
     def grace_s(self) -> float:
-        """Seconds to save in; none after a failure, since the others hang in a step, or if nothing was trained."""
+        """Seconds in which to save; 0 after a failure, as the other tasks hang in a step; at most 1 before training."""
         outcome = self.run.outcome
         if self.serves or not outcome or outcome.state == OutcomeState.FAILED:
             return 0.0
@@ -91,7 +91,7 @@ class Attempt:
         return min(left_s, grace_s)
 
     def watch(self) -> None:
-        """Begin to watch for tasks that do nothing: time counts from now on."""
+        """Start a new watchdog, which measures stalls from now on."""
         self.watchdog = Watchdog(self.run, self.spec, self.task, self.generation)
 
     def begin(self, phase: Phase) -> None:
@@ -106,7 +106,7 @@ class Attempt:
                 self.watchdog.suspect_others()
 
     def observe(self) -> Facts:
-        """Return the facts that matter in the present phase."""
+        """Return the facts that are relevant in the current phase."""
         facts = Facts(
             phase=self.phase,
             role=self.task.role,
@@ -172,7 +172,7 @@ class Attempt:
         kind = LOST_CONTACT if lost_contact else ends.classify_code(code, out_of_memory=out_of_memory)
         cause = "lost contact with the cluster" if lost_contact else describe_end(code, out_of_memory=out_of_memory)
         cause = self.watchdog.describe_late(cause) if lost_contact else cause
-        # After a kill for memory the last lines are about something else; exit code 0 is not an error.
+        # After an out-of-memory kill the last lines do not explain the end; exit code 0 is not an error.
         error = None if out_of_memory or code == 0 else program.error(code)
         if code < 0 and error:
             error = f"{cause}: {error}"
@@ -182,7 +182,7 @@ class Attempt:
 
     def _observe_others(self, facts: Facts) -> Facts:
         if decide.is_own_error(facts):
-            if self.run.begun(self.generation + 1):  # by its name: a network file system may not list it yet
+            if self.run.begun(self.generation + 1):  # looked up by name: a network file system may not list it yet
                 return replace(facts, is_over=True)
             facts = replace(facts, another_died=self._another_died(), worker_restarted=self._worker_restarted())
         if not decide.patience_s(facts):
@@ -202,15 +202,15 @@ class Attempt:
         )
 
     def _observe_work(self, facts: Facts) -> Facts:
-        """Observe after the program's work is done whether the others still work and the chief's is done."""
+        """Observe, once the program's work is done, whether other tasks stall and whether the chief's work is done."""
         facts = self._observe_chief(replace(facts, state=self.state))
         finding = self.watchdog.examine() if self.scripted or self.task.role != Role.CHIEF else None
-        if finding and finding.task != self.task.name:  # its program has ended
+        if finding and finding.task != self.task.name:  # this task's program has ended
             return self._with_finding(facts, finding)
         return facts
 
     def _observe_chief(self, facts: Facts) -> Facts:
-        """Observe for how long the chief's work has been done without an outcome, and which outcome is due."""
+        """Observe how long the chief's work has been done without an outcome, and which outcome is to be recorded."""
         if self.task.role != Role.CHIEF:
             chief = self.run.heartbeat(Role.CHIEF.value)
             state = ""
@@ -225,7 +225,7 @@ class Attempt:
             return facts
         if self.scripted:
             training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
-            stopped = self._tasks_in(TaskState.STOPPED)  # by a request that this host may not see yet
+            stopped = self._tasks_in(TaskState.STOPPED)  # on a request that this host may not see yet
             is_stopped = facts.stop_requested or bool(stopped)
             all_are_done = training <= self._tasks_in(TaskState.DONE) | stopped
             return replace(facts, stop_requested=is_stopped, all_are_done=all_are_done)
@@ -237,19 +237,19 @@ class Attempt:
         return {beat.task for beat in beats if (beat.state, beat.generation) == (state, self.generation)}
 
     def _another_died(self) -> bool:
-        """Whether a task reported that it was killed or crashed, and has not begun the next generation yet."""
+        """Whether another task has reported that it was killed or crashed, and not because of another task's end."""
         folder, generation = self.run.folder, self.generation
         found = ends.recorded_ends(folder, generation)
-        # Its heartbeat shows before the network file system of this host lists its record.
+        # A task's heartbeat is visible before this host's network file system lists the record of its end.
         found += filter(
             None, (ends.recorded_end(folder, generation, name) for name in self._tasks_in(TaskState.FAILED))
         )
         return any(not end.may_follow for end in found if end.task != self.task.name)
 
     def _worker_restarted(self) -> bool:
-        """Whether a worker was restarted alone shortly before: not every script continues without one.
+        """Whether a worker was restarted alone shortly before: some scripts fail while a worker is missing.
 
-        A worker's agent writes both the event and its heartbeat, so no clocks of two machines are compared.
+        A worker's agent writes both the event and the heartbeat, so both times are from the same machine's clock.
         """
         this = ("restarted", self.generation)
         restarted = [event for event in self.run.folder.events() if (event.event, event.generation) == this]
@@ -277,24 +277,24 @@ class Restarter:
         runtime_s: float = 0.0,
         may_follow: bool = False,
     ) -> End:
-        """Return the record of the end of this task, or of the one named, with the last step that it did."""
+        """Return the record of a task's end, with its last step; `task` defaults to the agent's own task."""
         name = task or self._task.name
         last_step = self._last_step(self._spec.task(name), generation)
         host = socket.gethostname() if name == self._task.name else self._spec.task(name).host
         return End(name, kind, cause, error, time.time() if at is None else at, last_step, runtime_s, may_follow, host)
 
     def _last_step(self, task: Task, generation: int) -> int:
-        """Return the last step in a task's own record; others may have done one more."""
+        """Return the last step in a task's own record; other tasks may be one step ahead."""
         if task.role == Role.EVALUATOR:
             beat = self._run.heartbeat(task.name)
             return beat.step if beat else -1
-        if self._spec.restarts_alone(task):  # written by the chief, in whatever generation
+        if self._spec.restarts_alone(task):  # the chief writes the record, in any generation
             progress = step_record.read_step(self._run.folder, task.name)
             return progress.step if progress else -1
         return step_record.last_step(self._run.folder, "chief" if self._spec.serves(task) else task.name, generation)
 
     def restart_gang(self, generation: int, own: End) -> None:
-        """Begin the next generation, in which every task starts again, unless the run has failed too often."""
+        """Restart every task by beginning the next generation, unless the run has failed too often."""
         if self._run.outcome or self._run.generation > generation:
             return  # another agent has acted on this failure
         run, end = self._run, ends.root_cause(self._run.folder, generation, own)
@@ -304,7 +304,7 @@ class Restarter:
             self._fail(end, count)
             return
         step = max(run.newest_step, step_record.newest_step(run.folder, generation))
-        # A task that is reported by another is silent: its standby process is ready, but nobody would open its gate.
+        # If the failed task is silent, its standby process may be ready, but no agent would open the gate.
         complete = own.task == self._task.name and standby_cluster.is_complete(run.folder, self._spec, generation)
         began = run.begin_generation(
             generation + 1,
@@ -318,7 +318,7 @@ class Restarter:
             run.folder.event(end.task, "gang restart", step=step, cause=end.cause, error=end.error)
 
     def change_members(self, generation: int, left_out: Collection[str], end: End, event: str) -> None:
-        """Begin the next generation without these tasks, for the reason `end`; this never counts as a failure."""
+        """Begin the next generation without `left_out`, for the reason in `end`; this never counts as a failure."""
         run = self._run
         step = max(run.newest_step, step_record.newest_step(run.folder, generation), 0)
         record = self._failure(generation, end, step, max(run.folder.saved_steps, default=-1))
@@ -327,7 +327,7 @@ class Restarter:
             run.folder.event(end.task, event, step=step, cause=end.cause)
 
     def restart_alone(self, end: End) -> float:
-        """Record that this task restarts alone, unless it has failed too often; return how long to pause before.
+        """Record that this task restarts alone, unless it has failed too often; return the back-off in seconds.
 
         An evaluator never fails the run.
         """
@@ -361,9 +361,9 @@ class Restarter:
         }
 
     def _single_steps_from(self, generation: int, end: End) -> int | None:
-        """Return the step from which the next generation runs single steps.
+        """Return the step from which the next generation returns to Python after every step; None for no such step.
 
-        After a kill, or a failure before any step, that is the same step as in this generation.
+        After a kill, or a failure before any step, it is the same step as in this generation.
         """
         if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
             return end.last_step
@@ -372,7 +372,7 @@ class Restarter:
 
     def _fail(self, end: End, count: int) -> None:
         step = end.last_step
-        if step < 0:  # it did no step in this attempt: use the others' steps
+        if step < 0:  # no step in this attempt: use the other tasks' steps
             step = max(self._run.newest_step, step_record.newest_step(self._run.folder, self._run.generation), 0)
         after = f" after step {step}" if step else ""
         verb, where = ("failed", "") if end.kind != EXTERNAL else ("ended from outside", f" on {end.host}")

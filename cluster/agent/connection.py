@@ -5,12 +5,12 @@
     server -> client   its proof
     both               messages: a MAC, JSON
 
-A proof is an HMAC-SHA256 with the server's secret over the role, both nonces and the name, so it serves neither again
-nor in the other direction. Messages are authenticated with a key of their connection, over their direction and number:
-none can be forged, repeated, left out or reordered. Nothing is encrypted; no message holds a secret.
+A proof is an HMAC-SHA256, keyed with the shared token, over the side's role, both nonces and the task's name, so it
+cannot be replayed or reflected. Each message has a MAC with the connection's key over its direction, number and body:
+no message can be forged, repeated, left out or reordered. Nothing is encrypted; no message contains a secret.
 
-Anyone on the network can connect. So a server waits for no single connection: those without a proof are few, have
-little time and may send only a few bytes.
+Anyone on the network can connect. So a server never blocks on one connection, and limits the number, time and bytes of
+connections that have not sent a proof yet.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ LENGTH_BYTES = 4
 MAX_HANDSHAKE_BYTES = 256
 """The longest frame before the proof."""
 MAX_BYTES = 2**20
-"""The longest frame. The digest of the largest cluster has a tenth of that."""
+"""The longest frame, ten times the digest of the largest cluster."""
 
 
 class Refused(Exception):  # as in ConnectionRefusedError
-    """The other side does not know the token, or sent something else than a message."""
+    """The other side does not know the token, or violated the protocol."""
 
 
 class Channel:
-    """One side of a connection: turns received bytes into messages, and messages into bytes to send."""
+    """The protocol state of one side: turns received bytes into messages, and messages into bytes to send."""
 
     def __init__(self, token: str, task: str = "") -> None:
-        """Begin as the client of a task, or without one as the server. Both prove that they know the token."""
+        """Begin as the client of a task, or as the server if `task` is empty. Both prove that they know the token."""
         self._token, self._serves = token.encode(), not task
         self.task = task
-        """The client's task; the server knows it once the client has proved itself."""
+        """The client's task; on the server only reliable once the channel is established."""
         self.established = False
         self.unsent = bytearray()
         """The bytes to send; the caller removes them as they are sent."""
@@ -56,17 +56,17 @@ class Channel:
         self._nonces = b""
         self._key = b""
         self._counts = {True: 0, False: 0}
-        """The messages so far, by whether the server sent them."""
+        """The number of messages so far: the server's under True, the client's under False."""
         if self._serves:
             self._put(self._nonce)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Add a message to the bytes to send; only on an established channel."""
+        """Append a message to the bytes to send; the channel must be established."""
         body = json.dumps(message, separators=(",", ":")).encode()
         self._put(self._mac_of(body, self._serves) + body)
 
     def receive(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that are complete with these bytes; raise `Refused` if one breaks the protocol."""
+        """Return the messages that these bytes complete; raise `Refused` on a violation of the protocol."""
         self._received += data
         messages = []
         while (frame := self._frame()) is not None:
@@ -79,7 +79,7 @@ class Channel:
         return messages
 
     def _frame(self) -> bytes | None:
-        """Remove and return the next whole frame of the received bytes."""
+        """Remove and return the next complete frame of the received bytes; None without one."""
         if len(self._received) < LENGTH_BYTES:
             return None
         end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "big")
@@ -142,16 +142,16 @@ class Channel:
 
 TICK_S = 0.1
 HANDSHAKE_S = 5.0
-"""Longest time from a connection to the proof."""
+"""Longest time from a connection to its proof."""
 MAX_UNPROVED = 64
-"""How many connections may be without a proof at a time, in addition to one for each task."""
+"""Limit of simultaneous connections without a proof, in addition to one for each task."""
 MAX_UNSENT = 2**20
-"""A connection is closed once this many bytes wait because the other side does not read."""
+"""A connection is closed once more bytes than this are unsent because the other side does not read."""
 READ_BYTES = 2**16
 
 
 class PeerConnection:
-    """A connection."""
+    """A client's connection on the server, with its protocol state."""
 
     def __init__(self, connection: socket.socket, token: str) -> None:
         self.connection, self.channel = connection, Channel(token)
@@ -159,7 +159,7 @@ class PeerConnection:
 
 
 class Server:
-    """The listening side of authenticated connections. Its thread serves all; subclasses act on their events."""
+    """The listening side of authenticated connections. One thread serves them all; subclasses override callbacks."""
 
     def __init__(self, listener: socket.socket, token: str, max_peers: int) -> None:
         self._listener, self._token = listener, token
@@ -175,7 +175,7 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Close every connection and the listener, after a last tick."""
+        """Close every connection and the listener, after a final `on_tick`."""
         self._stopped = True
         self._thread.join(HANDSHAKE_S)
 
@@ -190,19 +190,19 @@ class Server:
         self._listener.close()
 
     def on_tick(self) -> None:
-        """Act on the passing of time, or on anything that has happened; called at least every `TICK_S`."""
+        """Callback at least every `TICK_S`, after any other callbacks."""
 
     def on_open(self, peer: PeerConnection) -> None:
-        """Act on a peer that has proved itself; raise `Refused` to close the connection."""
+        """Callback for a peer that has proved itself; raise `Refused` to close the connection."""
 
     def on_message(self, peer: PeerConnection, message: dict[str, Any]) -> None:
-        """Act on a message; raise `Refused` or ValueError to close the connection."""
+        """Callback for a message; raise `Refused` or ValueError to close the connection."""
 
     def on_close(self, peer: PeerConnection) -> None:
-        """Act on the end of a connection."""
+        """Callback for a closed connection, with or without proof."""
 
     def _serve(self) -> None:
-        """Accept connections, receive and send for at most `TICK_S`, or until something happened."""
+        """Wait for socket events, for at most `TICK_S`, and handle them."""
         for key, events in self._selector.select(TICK_S):
             if key.fileobj is self._listener:
                 self._accept()
@@ -267,21 +267,21 @@ class Server:
 
 
 class Client:
-    """The client's end of a connection. Calls wait for at most the timeout."""
+    """The client side of a connection, a context manager. Calls block for at most the timeout."""
 
     def __init__(self, address: tuple[str, int], token: str, task: str, timeout_s: float) -> None:
         """Connect, and let both sides prove that they know the token.
 
         Raises:
             OSError: nothing answers in time.
-            EOFError: the server does not accept this side's proof.
-            Refused: something else answers.
+            EOFError: the server rejects this side's proof.
+            Refused: a server of another protocol, or without the token, answers.
         """
         deadline = time.monotonic() + timeout_s
         self._channel = Channel(token, task)
         self._socket = socket.create_connection(address, timeout_s)
         self.first: list[dict[str, Any]] = []
-        """The messages that came with the server's proof."""
+        """The messages that arrived together with the server's proof."""
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while not self._channel.established:
@@ -300,7 +300,7 @@ class Client:
         self._socket.close()
 
     def fileno(self) -> int:
-        """Return the descriptor, to wait until something can be received."""
+        """Return the descriptor, so that the client can be polled."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -308,7 +308,7 @@ class Client:
         self._flush()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Wait for data; return the messages that are complete with it, or raise EOFError once the server closes."""
+        """Wait for data; return the messages that it completes; raise EOFError once the server has closed."""
         if not (data := self._socket.recv(READ_BYTES)):
             raise EOFError
         return self._channel.receive(data)

@@ -1,16 +1,16 @@
-"""What an agent does next: a pure function of what it knows. `agent.py` observes the facts and executes the actions.
+"""The failure policy: a pure function from facts to the next action. `attempt.py` observes, `agent.py` acts.
 
-    chief, worker (synchronous), ps           a new generation: every agent ends its program and starts it again
-    worker (parameter server), evaluator      only that program starts again
-    frozen, or no new step                    as if it had died; see cluster/agent/watchdog.py
-    exit code 1 to 4 of a training program    the program knows that another attempt is useless: the run fails, unless
-                                              it is the evaluator's, which starts again after growing pauses
-    any other failure without progress        after `--max-restarts` times the run fails; see `Restarter`
+    chief, worker (synchronous), ps           a new generation: every agent restarts its program
+    worker (parameter server), evaluator      only that program restarts
+    frozen, or no new step                    treated as a death; see cluster/agent/watchdog.py
+    exit code 1 to 4 of a training program    another attempt would be useless: the run fails; only an evaluator
+                                              restarts nevertheless, with exponential back-off
+    any other failure without progress        the run fails after `--max-restarts` restarts; see `Restarter`
 
-A script knows nothing of our exit codes. With 0 its work is done; the run succeeds once every script that trains has
-ended so. If a signal killed it, or it crashed, it starts again. Any other code is its own error, which another attempt
-would repeat, so the run fails. But when a task is killed, the scripts of the others end with an error as well; so each
-waits for the task that really died to report it.
+A script does not know our exit codes. Exit code 0 means that its work is done; the run succeeds once every training
+script has exited with 0. A script that crashed or was killed by a signal restarts. Any other code is the script's own
+error, which another attempt would repeat, so the run fails. But when a task is killed, the scripts of the other tasks
+fail as well, so their agents first give the task that really died time to report its death.
 """
 
 import signal
@@ -26,18 +26,18 @@ from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_FAILED, EXIT_TIMEOUT
 
 PEER_LOST_PATIENCE_S = 3.0
-"""How long a task that lost contact waits for the task that really died to report it."""
+"""How long a task that lost contact waits for the task that really died to report its death."""
 CULPRIT_PATIENCE_S = 1.0
 """How long a task that failed by itself waits for a slower agent to report an earlier failure."""
 SILENT_HINT_S = 2.0
-"""Age of a heartbeat after which its task may have died with its agent and not been brought back yet.
+"""Age of a heartbeat from which its task may have died together with its agent and not been restarted yet.
 
-Well under the patience above: a heartbeat is due every second, and may be read half a second late.
+Well below the patience above: a heartbeat is due every second, and may be read half a second late.
 """
 
 
 class Phase(Enum):
-    """Where an agent is in an attempt.
+    """The phase of an attempt.
 
     PAUSED -> STARTING -> RUNNING -> FAILED or DONE
               STARTING -> INCOMPLETE
@@ -45,18 +45,18 @@ class Phase(Enum):
     """
 
     PAUSED = auto()
-    """The program failed by itself, and waits before it starts again."""
+    """The program failed by itself, and its restart is delayed by the back-off."""
     STARTING = auto()
-    """The program has not joined its cluster, so it has nothing to save."""
+    """The program has not joined its cluster yet, so it has nothing to save."""
     INCOMPLETE = auto()
     """The rendezvous could not be held, or other tasks missed it."""
     RUNNING = auto()
     FAILED = auto()
-    """The program has failed; a task that failed before it gets time to report that."""
+    """The program has failed; a task that failed earlier gets time to report its failure."""
     DONE = auto()
-    """The program's work is done, and the run's outcome is due."""
+    """The program's work is done, and the run's outcome is about to be recorded."""
     DIED = auto()
-    """The agent has come back after the whole task was killed."""
+    """The agent has been restarted after the whole task was killed."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,23 @@ class MissedRendezvous:
     error: str
     exit_code: int
     task: str = ""
-    """The missing task to name; empty for the agent's."""
+    """The missing task to report; empty for the agent's own task."""
     without: LeaveOut | None = None
-    """How the run continues without the missing tasks; None if it needs them, or another agent decides that."""
+    """How the run continues without the missing tasks; None if it needs them, or if another agent decides."""
     is_queued_again: bool = False
     """Whether the run's job is queued again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What an agent knows at one moment. Facts that do not matter in its phase keep their defaults."""
+    """An agent's observations at one moment. Facts that are irrelevant in the current phase keep their defaults."""
 
     phase: Phase
     role: Role = Role.WORKER
     scripted: bool = False
     restarts_alone: bool = False
     serves: bool = False
-    """Whether the program serves others until they are done."""
+    """Whether the program is a server that runs until the other tasks are done."""
     has_peers: bool = True
     is_over: bool = False
     """Whether the run has an outcome or a newer generation has begun."""
@@ -98,7 +98,7 @@ class Facts:
     pause_is_over: bool = False
     missed: MissedRendezvous | None = None
     grace_is_over: bool = False
-    """Whether the time that a script gets to end after a request is over."""
+    """Whether a script's grace period after a request to end is over."""
     state: str = ""
     """The state in the task's newest heartbeat."""
 
@@ -106,16 +106,16 @@ class Facts:
     code: int | None = None
     """The exit code of the program, negative for a signal; None while it runs."""
     end: End | None = None
-    """The failure to act on: of the program, or of the task of the finding."""
+    """The failure to act on: the program's, or that of the task named in `finding`."""
 
     others_failed: bool = False
     """Whether the script of another task had failed when this one ended."""
     failed_s: float = 0.0
     """Seconds since the failure."""
     silent_s: float = 0.0
-    """Seconds of silence of the task that has been silent longest."""
+    """Seconds since the last heartbeat of the task that has been silent longest."""
     last_silence_s: float = 0.0
-    """Seconds from the failure until another task was last seen to be silent."""
+    """Seconds from the failure until another task was last found silent."""
     all_are_alive: bool = True
     another_died: bool = False
     """Whether another task has reported that it was killed or crashed."""
@@ -123,16 +123,16 @@ class Facts:
     """Whether a worker of parameter servers was restarted alone shortly before."""
 
     chief_done_s: float = 0.0
-    """Seconds since the chief's work was done, while there is no outcome."""
+    """For how many seconds the chief's work has been done without a recorded outcome."""
     chief_state: str = ""
-    """The state in which the chief's work has ended."""
+    """The final state of the chief's work."""
     all_are_done: bool = False
-    """Whether every script that trains has ended with 0."""
+    """Whether every training script has exited with 0."""
     stop_withdrawn: bool = False
 
 
 class BareAction(Enum):
-    """An action that needs nothing else."""
+    """An action without parameters."""
 
     START = auto()
     """Start the program."""
@@ -145,32 +145,32 @@ class BareAction(Enum):
     AWAIT_OUTCOME = auto()
     """Enter the phase DONE."""
     REPORT_FAILURE = auto()
-    """Report the failure to the others, as one that may have caused theirs, and enter the phase FAILED."""
+    """Report the failure to the other tasks, whose failures it may have caused, and enter the phase FAILED."""
     AWAIT_REPORTS = auto()
     """Enter the phase FAILED."""
     RESUME = auto()
-    """Begin the next generation of a run whose tasks have saved for a stop that was withdrawn."""
+    """Begin the next generation after the tasks have saved for a stop request that was then withdrawn."""
     QUEUE_AGAIN = auto()
     """Stop the run until its job has nodes again."""
 
 
 @dataclass(frozen=True)
 class RestartAlone:
-    """Start only this task's program again, unless it has failed too often."""
+    """Restart only this task's program, unless it has failed too often."""
 
     end: End
 
 
 @dataclass(frozen=True)
 class RestartGang:
-    """Begin the next generation, in which every task starts again, unless the run has failed too often."""
+    """Restart every task by beginning the next generation, unless the run has failed too often."""
 
     end: End
 
 
 @dataclass(frozen=True)
 class EndRun:
-    """Record the run's outcome; the task is the agent's unless another is named."""
+    """Record the run's outcome; `task` defaults to the agent's own task."""
 
     state: OutcomeState
     task: str = ""
@@ -200,7 +200,7 @@ def _fail(exit_code: int, error: str, task: str = "") -> EndRun:
 
 
 def patience_s(facts: Facts) -> float:
-    """Return how long to wait after a failure for a task that failed before to report it."""
+    """Return for how many seconds to wait after a failure in case another task reports an earlier one."""
     assert facts.end
     if is_own_error(facts):
         return PEER_LOST_PATIENCE_S * (2 if facts.others_failed else 1)
@@ -210,14 +210,14 @@ def patience_s(facts: Facts) -> float:
 
 
 def is_own_error(facts: Facts) -> bool:
-    """Whether a script ended with an error rather than by a signal; TensorFlow aborts when another task failed."""
+    """Whether a script exited with an error, or was aborted by TensorFlow after another script had failed."""
     if not facts.scripted or facts.code is None:
         return False
     return facts.code > 0 or (facts.code == -signal.SIGABRT and facts.others_failed)
 
 
 def records_outcome(facts: Facts) -> bool:
-    """Whether this agent records the outcome: the chief's does, or any other if that one stands still."""
+    """Whether this agent records the outcome: the chief's does, or any other if the chief's agent is stuck."""
     return facts.role == Role.CHIEF or facts.chief_done_s > SILENT_S
 
 
@@ -241,7 +241,7 @@ def _after_missed_rendezvous(facts: Facts) -> Action:
 
 
 def _while_running(facts: Facts) -> Action:
-    if facts.chief_done_s > SILENT_S:  # its agent stands still, and this program would not end by itself
+    if facts.chief_done_s > SILENT_S:  # the chief's agent is stuck, and this program would not end by itself
         return _when_done(facts)
     # An evaluator ends after the run, whose last checkpoint it evaluates.
     if facts.stop_requested and not facts.serves and facts.role != Role.EVALUATOR:
@@ -274,7 +274,7 @@ def _after_program(facts: Facts) -> Action:
     if EXIT_FAILED <= facts.code <= EXIT_TIMEOUT and facts.role != Role.EVALUATOR:
         return _fail(facts.code, facts.end.reported)
     if facts.restarts_alone:
-        return RestartAlone(facts.end)  # also if the run is to stop: the chief saves with the help of its workers
+        return RestartAlone(facts.end)  # even during a stop: the chief needs its workers to save
     return STOP_RUN if facts.stop_requested else BareAction.REPORT_FAILURE
 
 
@@ -300,14 +300,14 @@ def _after_death(facts: Facts) -> Action:
 def _after_failure(facts: Facts) -> Action:
     """Return the response to a failure of this task, which another task's earlier failure may have caused.
 
-    A task that was killed with its agent reports that once it is back; one that stays silent is the one that failed. A
-    script's own error would end the run, so it counts only once all others are seen to be alive.
+    A task that was killed together with its agent reports this after its restart; a task that stays silent caused the
+    failure. A script's own error would end the run, so it counts only once all other tasks are known to be alive.
     """
     assert facts.end
     if facts.stop_requested:
         return STOP_RUN
     if patience := patience_s(facts):
-        if facts.scripted:  # a task that answers again gets as long to report
+        if facts.scripted:  # a task that sends heartbeats again gets as long to report
             patience += min(facts.last_silence_s, SILENT_S)
         is_waiting = facts.failed_s <= patience or (facts.scripted and not facts.all_are_alive)
         if facts.silent_s > SILENT_HINT_S or is_waiting:
@@ -320,7 +320,7 @@ def _after_failure(facts: Facts) -> Action:
     end = facts.end
     if not end.error or end.error.startswith(end.cause):
         return _fail(EXIT_FAILED, end.reported)
-    return _fail(EXIT_FAILED, f"{end.cause}: {end.error}")  # its exit code first: only the script's author knows it
+    return _fail(EXIT_FAILED, f"{end.cause}: {end.error}")  # the code first: only the script's author knows it
 
 
 def _when_done(facts: Facts) -> Action:

@@ -1,9 +1,9 @@
-"""Elastic runs: which tasks a run can continue without, when tasks that return are taken in, and an agent's part in it.
+"""Elastic runs: which tasks a run can continue without, and when tasks that return are taken in.
 
-The decisions are pure: their caller passes the missing and returned tasks and the time. See docs/guides/elastic.md for
-the policy. The chief's agent alone changes the tasks of a run, by beginning a generation. A task that a generation
-leaves out runs no program and decides nothing; it reports that it waits, and answers the chief, until a generation
-includes it.
+`leave_out`, `patience_s` and `Returns` decide, on the tasks and the clock that the caller passes; `Members` is an
+agent's part. See docs/guides/elastic.md for the policy. Only the chief's agent changes the membership, by beginning a
+generation. A task that the generation leaves out runs no program and decides nothing: it sends heartbeats with the
+state `waiting` and answers the chief until a generation includes it.
 """
 
 import os
@@ -28,25 +28,25 @@ from cluster.system.errors import ClusterError
 from cluster.system.messages import counted
 
 STEADY_S = 10.0
-"""How long a task must have been back before it is taken in. A host that returns is busy at first."""
+"""How long a returned task must be back before it is taken in: its host is busy at first."""
 AGAIN_S = 60.0
-"""The same for a task that was left out for the second time; each further time doubles it."""
+"""The same for a task that was left out twice; each further time doubles it."""
 LONGEST_S = 1800.0
 GONE_S = 5.0
-"""A task without a new heartbeat for this long is away again."""
+"""A returned task without a new heartbeat for this long counts as away again."""
 TRIES = 3
-"""Generations whose cluster was never complete, in a row, after which a job is not queued again."""
+"""A job is not queued again after this many consecutive generations whose cluster was never complete."""
 LOOK_S = 0.5
 PROBE_S = 0.5
-"""How long a task that has returned gets to answer the chief."""
+"""Timeout for a returned task to answer the chief."""
 DECISION_S = 5.0
-"""How much longer than the chief's agent may take to decide the others wait for it."""
+"""Margin that the other tasks add to the time in which the chief's agent has to decide."""
 
 
 def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) -> frozenset[str] | None:
     """Return the tasks that the next generation leaves out; None if the run cannot continue without them.
 
-    `cluster` has every requested task, and `min_workers` of its workers are enough.
+    `cluster` has every requested task; the run needs at least `min_workers` of its workers.
     """
     workers = {task.name for task in cluster.of(Role.WORKER)}
     left = workers - set(missing)
@@ -55,14 +55,14 @@ def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) 
 
 
 def patience_s(times_left_out: int) -> float:
-    """Return how long a task must have been back before it is taken in, so that a flapping host costs little."""
+    """Return how long a task must be back before it is taken in: longer for a flapping host."""
     if times_left_out <= 1:
         return STEADY_S
     return float(min(LONGEST_S, AGAIN_S * 2 ** min(times_left_out - 2, 30)))
 
 
 class Returns:
-    """Watches the tasks that were left out, for the chief's agent, by its monotonic clock."""
+    """Watches, for the chief's agent, whether tasks that were left out have returned."""
 
     def __init__(self, times_left_out: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
         self._times, self._clock = times_left_out, clock
@@ -72,10 +72,10 @@ class Returns:
         self._saved_when_ready: int | None = None
 
     def due(self, waiting: Mapping[str, Any], saved: int) -> frozenset[str]:
-        """Return the tasks to be taken in now; none before the first checkpoint after one of them is ready.
+        """Return the tasks to take in now. Once a task is ready, it is taken in at the next checkpoint.
 
-        `waiting` has the tasks that wait to be taken in, each with the time of its newest heartbeat; `saved` is the
-        step of the newest checkpoint, -1 for none.
+        `waiting` maps the tasks that wait to be taken in to the times of their newest heartbeats; `saved` is the step
+        of the newest checkpoint, -1 for none.
         """
         now = self._clock()
         for name, beat in waiting.items():
@@ -97,26 +97,26 @@ class Returns:
 
 
 class Members:
-    """The tasks of the run as one agent sees them."""
+    """The membership of the run as one agent sees it, and the agent's part in changing it."""
 
     def __init__(self, run: RunView, everyone: ClusterSpec, task: Task) -> None:
         self._run, self._everyone, self._task = run, everyone, task
         started = run.folder.started
         self._min_workers, self._grow = started.min_workers, started.grow
-        """The number of workers that is enough, None if the run needs all; whether returning workers are taken in."""
+        """The number of workers that the run needs, None for all; whether it takes in returning workers."""
         self._decides = self._min_workers is not None and task.role == Role.CHIEF
         self._returns: Returns | None = None
         self._looked = -LOOK_S
         self._waits = False
 
     def cluster(self, generation: int) -> ClusterSpec:
-        """Return the cluster of a generation. Its tasks listen where this agent knows, not where the folder says."""
+        """Return the cluster of a generation, with the addresses that this agent knows rather than the folder's."""
         self._returns, self._waits = None, False
         self._look_for_everyone()
         return self._everyone.without(membership.left_out(self._run.folder, generation))
 
     def _look_for_everyone(self) -> None:
-        """Find where the tasks are now: one that a scheduler has replaced is elsewhere."""
+        """Read the current addresses of all tasks, where a scheduler replaces lost tasks on other nodes."""
         if "CLUSTER_JSON" in os.environ:
             self._everyone = membership.cluster_with_addresses(self._run.folder)
 
@@ -126,13 +126,13 @@ class Members:
     def patience_s(self, timeout_s: float, missing: Collection[str]) -> float:
         """Return how long to wait at the rendezvous for the missing tasks.
 
-        Where the chief's agent decides whether the run needs them, the others wait for its decision. The chief is
-        missing only if its hub is silent, too: it passes the rendezvous later than those that it waits for.
+        Where the chief's agent decides whether the run needs them, the other agents wait longer, for its decision.
+        While the chief's hub is connected, a missing chief is only waiting for other tasks.
         """
         chief_is_gone = Role.CHIEF.value in missing and not self._run.hub_is_current
         if self._min_workers is None or self._decides or chief_is_gone:
             return timeout_s
-        return 2 * timeout_s + DECISION_S  # the chief may have come as late as it could
+        return 2 * timeout_s + DECISION_S  # the chief may arrive just before the timeout
 
     def variables(self, cluster: ClusterSpec) -> dict[str, str]:
         if self._min_workers is None or self._task not in cluster.tasks:
@@ -152,7 +152,7 @@ class Members:
     def continue_without(self, generation: int, missing: Collection[str], timeout_s: float) -> LeaveOut | None:
         """Return how the run continues without tasks that missed the rendezvous.
 
-        None: it needs them, or another agent decides that.
+        Returns None if the run needs them or if another agent decides.
         """
         if not self._decides or self._min_workers is None:
             return None
@@ -166,9 +166,9 @@ class Members:
         return LeaveOut(left_out, End(min(missing), EXTERNAL, cause, None, at))
 
     def are_queued_again(self, generation: int) -> bool:
-        """Whether the job is queued again where tasks miss the rendezvous of a generation.
+        """Whether the job is queued again if tasks miss the rendezvous of a generation.
 
-        Not if the cluster has not been complete in a few generations: other nodes would not help.
+        It is not if the cluster was incomplete in the last few generations, too: other nodes would not help.
         """
         if os.environ.get("LOST_THEN") != AfterStop.REQUEUE:
             return False
@@ -179,7 +179,7 @@ class Members:
         """Hold the rendezvous of an attempt with the other tasks.
 
         Raises:
-            Abandoned: the attempt serves no purpose any more, or its program has ended or stands still.
+            Abandoned: the attempt has become pointless, or its program has ended or been stopped by a signal.
             ClusterError: tasks were missing, or this one could not listen.
         """
         generation, program = attempt.generation, attempt.program
@@ -194,8 +194,8 @@ class Members:
             "report": lambda obstacle: attempt.heartbeat.update(obstacle=obstacle),
         }
         if attempt.restarts_alone and self._task.name in self._passed_rendezvous(generation):
-            # The other tasks passed it long ago and their TensorFlow servers hold their ports. This task's port may
-            # still be in use while the kernel frees the memory of its previous program.
+            # The other tasks passed it long ago, and their TensorFlow servers hold their ports. This task's port may
+            # still be in use while the kernel frees the memory of the previous program.
             rendezvous.open_task_listener(listener, **waiting).close()
             return
         rendezvous.hold_rendezvous(
@@ -204,8 +204,8 @@ class Members:
             self._run,
             generation,
             token=joining.generation_token(self._run.folder, generation),
-            # A task that restarts alone may have been killed after the others had met it, and one that lost its
-            # connection to the hub may not know that all have come: the others do not wait for it again.
+            # The others do not wait again for a task that restarts alone after they had met it, or for a task that lost
+            # its connection to the hub and does not know that all are present.
             passed=partial(self._passed_rendezvous, generation),
             explain=partial(rendezvous.explain_missing, self._run.folder),
             patience=partial(self.patience_s, timeout_s),
@@ -218,7 +218,7 @@ class Members:
         return frozenset(e.task for e in self._run.folder.events() if (e.event, e.generation) == complete)
 
     def take_in_returned(self, recovery: Restarter, generation: int) -> None:
-        """Begin a generation with the tasks that have returned, at a checkpoint; to be called often."""
+        """Begin a generation that includes the returned tasks, at a checkpoint; to be called often."""
         now = time.monotonic()
         if not self._decides or now - self._looked < LOOK_S or not self._grow:
             return
@@ -244,7 +244,7 @@ class Members:
             recovery.change_members(generation, left_out - back, end, "taken in")
 
     def await_turn(self, generation: int, is_over: Callable[[], bool], listener: Task) -> None:
-        """Wait, as a task that this generation leaves out, until that is over."""
+        """Wait, as a task that this generation leaves out, until the generation is over."""
         restarts = attempt_limits.count_restarts(self._run.folder, self._task.name)
         heartbeat = HeartbeatWriter(self._run.folder, self._task, generation, restarts).start()
         heartbeat.update(state=TaskState.WAITING)

@@ -1,7 +1,7 @@
-"""The hub: in the chief's agent, accepts one connection from each other agent and sends a digest to all; its clients.
+"""The hub and its clients: the chief's agent accepts a connection from each other agent and sends a digest to all.
 
 One thread serves all connections. It sends a digest every `PULSE_S`, and within `TICK_S` after a change for which
-others wait: O(N) messages a second for N tasks, also while these join the rendezvous one by one.
+other agents wait. This takes O(N) messages a second for N tasks, even while they join the rendezvous one by one.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from cluster.contract.spec import ClusterSpec
 
 PULSE_S = 1.0
 SILENCE_S = 3.0
-"""A side that has received nothing for this long uses the folder alone; a message is sent every second."""
+"""Either side falls back to the folder after this long without a message; one is due every second."""
 BEAT_S = 1.5
-"""A task without a message for this long has a newer heartbeat in the folder, if any."""
+"""After this long without a message from a task, the folder may have a newer heartbeat of it."""
 LOOK_S = 0.5
-"""How often a client reads its task's own heartbeat; a new one is sent at once."""
+"""How often a client reads its task's heartbeat; it sends a new one immediately."""
 RETRY_S = 0.5
 LONGEST_RETRY_S = 5.0
 CONNECT_S = 3.0
 FEW = 32
-"""Up to this many tasks are named in a digest; more are `MANY`."""
+"""A digest names at most this many tasks; a larger set is `MANY`."""
 MANY = None
 REPLACED = {"replaced": True}
 """The message to an agent whose task has connected a second time."""
 
 
 class Message(Record):
-    """What an agent sends: its newest generation with its record, the outcome, its task's heartbeat.
+    """An agent's message: the newest generation that it knows with its record, the outcome, its task's heartbeat.
 
     Attributes:
-        here: whether it is at the rendezvous, where others reach it and it has reached those that it has to.
+        here: whether its task is at the rendezvous: it listens, and has reached the tasks that it must reach itself.
     """
 
     number: Count
@@ -59,10 +59,10 @@ class News(Record):
 
     Attributes:
         number: the current generation.
-        begun: its record.
-        outcome: the run's; None while it continues.
+        begun: the record of the current generation.
+        outcome: the run's outcome; None while the run continues.
         stop: the request to stop; None without one.
-        unlinked: the tasks without a connection; None for many.
+        unlinked: the tasks without a connection to the hub; None for many.
         absent: the members of the cluster that have not joined the rendezvous yet; None for many.
     """
 
@@ -83,10 +83,10 @@ class News(Record):
 
 
 class Roster:
-    """The tasks of a run, for the hub. Times are those of its monotonic clock."""
+    """The hub's records of a run's tasks. Times are from its monotonic clock."""
 
     def __init__(self, run: RunFolder, names: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without any connection. No other thread uses `run`; the chief is the first of the names."""
+        """Begin without any connection. No other thread may use `run`; the first of the names is the chief."""
         self._run, self._clock = run, clock
         self._chief, *self._others = names
         self._members: frozenset[str] = frozenset()
@@ -116,17 +116,17 @@ class Roster:
             self._beats[name] = beat
 
     def closed(self, name: str) -> None:
-        """Note that a task has no connection any more."""
+        """Record that a task is disconnected."""
         self._received_at.pop(name, None)
         self._beats.pop(name, None)
 
     def join_rendezvous(self, number: int) -> None:
-        """Note that the chief is at the rendezvous of a generation."""
+        """Record that the chief is at the rendezvous of a generation."""
         if number == self._number:
             self._here.add(self._chief)
 
     def beat(self, name: str) -> Heartbeat | None:
-        """Return the newest heartbeat of a task with a recent message; None if the folder has a newer one."""
+        """Return the newest heartbeat that a task has sent; None without a recent message, as the folder's is newer."""
         age_s = self._clock() - self._received_at.get(name, float("-inf"))
         return self._beats.get(name) if age_s < BEAT_S else None
 
@@ -136,7 +136,7 @@ class Roster:
             self._members = frozenset(task.name for task in membership.cluster(self._run, number).members)
 
     def digest(self) -> dict[str, Any]:
-        """Return the digest for the others, from the folder and their messages."""
+        """Return the digest for the other agents, from the folder and their messages."""
         self._look_at_generation()
         self._outcome = self._outcome or self._run.outcome
         now = self._clock()
@@ -153,7 +153,7 @@ class Roster:
 
 
 def urgent(digest: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a digest for which others wait; of the absent tasks only whether there are any."""
+    """Return the parts of a digest that agents wait for; only whether any task is absent, and nothing of `unlinked`."""
     return digest | {"unlinked": [], "absent": digest.get("absent") == []}
 
 
@@ -162,10 +162,10 @@ def _few(names: Collection[str]) -> frozenset[str] | None:
 
 
 class Hub(Server):
-    """The chief's end of the connections."""
+    """The server side, in the chief's agent."""
 
     def __init__(self, run: RunFolder, spec: ClusterSpec, host: str) -> None:
-        """Listen at `host`, and record where."""
+        """Listen on `host`, and record the address in the run folder."""
         self._names = [task.name for task in spec.tasks]
         super().__init__(*joining.open_hub_listener(run, spec.tasks[0], host), len(spec.tasks))
         self._roster = Roster(RunFolder(run.path), self._names)
@@ -178,21 +178,21 @@ class Hub(Server):
 
     @property
     def fresh(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread has sent a digest recently."""
         return time.monotonic() - self._sent_at < SILENCE_S
 
     def beat(self, task: str) -> Heartbeat | None:
-        """Return a connected task's newest heartbeat; None if the folder has a newer one."""
+        """Return the newest heartbeat that a task has sent; None if the folder may have a newer one."""
         with self._lock:
             return self._roster.beat(task)
 
     def join_rendezvous(self, number: int) -> None:
-        """Report that the chief is at the rendezvous of a generation, and others reach it."""
+        """Report that the chief is at the rendezvous of a generation."""
         with self._lock:
             self._roster.join_rendezvous(number)
 
     def on_open(self, peer: PeerConnection) -> None:
-        """Accept a connection of a task that exists; its newest connection counts."""
+        """Accept the connection of a known task, and close an older connection of the same task."""
         task = peer.channel.task
         if task not in self._names[1:]:
             raise Refused(f"no task {task!r}")
@@ -209,7 +209,7 @@ class Hub(Server):
             self._roster.receive(peer.channel.task, message)
 
     def on_close(self, peer: PeerConnection) -> None:
-        """Note that a task has no connection any more, unless it has a newer one."""
+        """Record that a task is disconnected, unless it has a newer connection."""
         task, others = peer.channel.task, [each.channel for each in self._peers.values()]
         if peer.channel.established and not any(each.established and each.task == task for each in others):
             with self._lock:
@@ -240,7 +240,7 @@ class Outgoing:
         self.fields: dict[str, Any] = {"number": -1}
 
     def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> bool:
-        """Put a generation and the outcome into the message; return whether that changes it."""
+        """Set the message's generation and outcome; return whether the message has changed."""
         before, ended = self.fields, outcome and outcome.to_json()
         if (before["number"], before.get("outcome")) == (number, ended):
             return False
@@ -249,21 +249,21 @@ class Outgoing:
         return True
 
     def join_rendezvous(self, number: int) -> bool:
-        """Put into the message that the task is at the rendezvous of a generation; return whether that changes it."""
+        """Mark the task in the message as being at the rendezvous; return whether the message has changed."""
         if number != self.fields["number"] or self.fields.get("here"):
             return False
-        self.fields = self.fields | {"here": True}  # a new one: another thread may read it
+        self.fields = self.fields | {"here": True}  # a new dictionary: another thread may read the old one
         return True
 
 
 class HubClient:
-    """A task's end of its connection. Only its thread waits."""
+    """The client side, in the agent of any other task. Only its thread blocks."""
 
     def __init__(self, run: RunFolder, task: str, copy: TaskCopy | None = None) -> None:
-        """Begin to connect, for this copy of the task if there may be several."""
+        """Begin to connect; `copy` identifies this copy of the task if a scheduler may start several."""
         self._run, self._task, self._copy = RunFolder(run.path), task, copy
         self.news = News()
-        """The last digest of the hub."""
+        """The hub's last digest."""
         self._received_at = float("-inf")
         self._outgoing = Outgoing()
         self._stopped = False
@@ -283,7 +283,7 @@ class HubClient:
             self._wake()
 
     def join_rendezvous(self, number: int) -> None:
-        """Report that this task is at the rendezvous of a generation, and that the connections that it needs work."""
+        """Report that this task is at the rendezvous of a generation and has made its connections."""
         if self._outgoing.join_rendezvous(number):
             self._wake()
 
@@ -293,7 +293,7 @@ class HubClient:
         self._thread.join(CONNECT_S + 1)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has been woken often enough
+        with contextlib.suppress(OSError):  # a full buffer: enough wake-ups are pending
             self._waker.send(b"\0")
 
     def _stay_connected(self) -> None:
@@ -302,7 +302,7 @@ class HubClient:
             began = time.monotonic()
             with contextlib.suppress(OSError, EOFError, Refused, ValueError):
                 if self._copy and self._copy.is_superseded:
-                    return  # its connection would take the place of the newer copy's
+                    return  # a connection would replace the newer copy's
                 if found := joining.read_invitation(self._run):
                     self._exchange_messages(found)
             self._received_at = float("-inf")
@@ -341,12 +341,12 @@ class HubClient:
                         looked, beat = now, self._run.heartbeat(self._task)
                     message = self._outgoing.fields | {"beat": beat and beat.to_json()}
                     if message != sent or now - sent_at >= PULSE_S:
-                        connection.send(message)  # or fail after the timeout: the hub takes nothing
+                        connection.send(message)  # times out if the hub does not read
                         sent, sent_at = message, now
                 digests = connection.receive() if self._await(LOOK_S, connection) else []
 
     def _receive(self, digest: dict[str, Any]) -> None:
         if digest == REPLACED:
-            self._stopped = True  # a newer copy of this task has connected: this one uses the folder alone
+            self._stopped = True  # a newer copy of this task has connected: this copy uses only the folder
         else:
             self.news, self._received_at = News.from_digest(digest), time.monotonic()

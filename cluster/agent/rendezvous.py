@@ -1,16 +1,16 @@
-"""The rendezvous: every task of the cluster reaches every other before TensorFlow starts, or the start fails.
+"""The rendezvous, a barrier before TensorFlow starts: all tasks of the cluster reach each other, or the start fails.
 
 TensorFlow's own start waits for a missing task forever and does not name it. Here each task listens on the address that
-TF_CONFIG gives to its TensorFlow server, and dials every other task on theirs (`connection.py`). So a name that does
-not resolve, a closed port and a task that never started are each reported as such, and the wait is bounded.
+TF_CONFIG gives to its TensorFlow server, and dials the addresses of the other tasks (`connection.py`). So a name that
+does not resolve, a closed port and a task that never started are each reported as such, and the wait has a timeout.
 
 A task passes once it has reached every other task and every other task has reached it. Both are needed: a task that
 closed its listener as soon as it had reached the others would look missing to a slower task.
 
 While the hub (`hub.py`) is connected, a task dials only the chief and the next task, reports to the hub that it has
-reached these, and waits until every other task has done so: O(N) connections. The tasks that have not after a while
-are dialed by all, so that each is named with the reason, and tasks without a hub join: a few soon, many after up to
-half of the time, since that takes N^2 connections.
+reached both, and waits until every other task has reported the same: O(N) connections. All tasks dial those that are
+still absent after a while, to learn the reason and to let tasks without a hub join. Few absent tasks are dialed soon,
+many only after up to half of the timeout, since this takes N^2 connections.
 """
 
 import contextlib
@@ -33,28 +33,28 @@ from cluster.system.ports import open_listener
 from cluster.system.processes import describe_exit
 
 GATHER_S = 3.0
-"""How long after the start the tasks that are still absent are dialed at the earliest."""
+"""Shortest time from the start until all tasks dial those that are still absent."""
 SMALL = 8
-"""Up to this many other tasks are dialed at once, with or without a connection to the hub."""
+"""Up to this many other tasks, a task without a hub dials all of them immediately."""
 HUB_S = 10.0
-"""Seconds without a message of the hub before all of a larger gang are dialed at the earliest."""
+"""Shortest time without a message from the hub until a task of a larger gang dials all others."""
 DIALS = 128
-"""How many connections all tasks may make at once without a delay."""
+"""Number of connections that the tasks together may make at once without a delay."""
 DIALERS = 8
-"""How many tasks one dials at a time."""
+"""Number of tasks that a task dials at a time."""
 AT_ONCE = 16
-"""In a larger gang each looks and dials less often, so that all together do so as often."""
+"""Beyond this many other tasks, each task polls and dials less often, so that the total rate stays the same."""
 PASSED_S = 0.5
-"""How often to ask who has passed."""
+"""How often to ask which tasks have passed."""
 CONNECT_TIMEOUT_S = 2.0
 LAST_TRY_S = 5.0
-"""How long tasks that have answered before are dialed again before the rendezvous fails."""
+"""How long tasks that have already answered are dialed again before the rendezvous fails."""
 AGAIN = "does not answer any more"
 POLL_S = 0.02
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""The first bytes of an HTTP/2 client: the preface and empty settings (RFC 9113, 3.4)."""
+"""The first bytes that an HTTP/2 client sends: the preface and empty settings (RFC 9113, 3.4)."""
 _HTTP2_SETTINGS = b"\4"
-"""The type of the frame that an HTTP/2 server sends first, after its three bytes of length."""
+"""The frame type after the three length bytes in the first frame of an HTTP/2 server."""
 
 
 class PortTaken(ClusterError):
@@ -62,7 +62,7 @@ class PortTaken(ClusterError):
 
 
 class Abandoned(ClusterError):
-    """Waiting served no purpose any more: the run ended or a newer generation began."""
+    """Waiting became pointless: for instance, the run ended or a newer generation began."""
 
 
 class Incomplete(TimedOut):
@@ -75,20 +75,20 @@ class Incomplete(TimedOut):
 
 @dataclass
 class Attendance:
-    """The attendance as one task knows it; its listener and its dialer write it in their threads."""
+    """The attendance as known to one task; its listener's and dialer's threads update it."""
 
     token: str
     others: frozenset[str]
     view: RunView | None = None
     generation: int = 0
     missing: dict[str, str] = field(init=False)
-    """The tasks that this one has not reached, each with the latest reason."""
+    """The tasks that this task has not reached, each with the latest reason."""
     unconfirmed: set[str] = field(init=False)
-    """The tasks that have not reached this one."""
+    """The tasks that have not reached this task."""
     received_s: float = 0.0
-    """The time of the hub's last message, in seconds from the beginning."""
+    """When the hub was last connected, in seconds since the rendezvous began."""
     last_try_ends: float = 0.0
-    """The time until which all are dialed once more; 0 before that."""
+    """The end of the last try, in which all tasks are dialed once more, by the monotonic clock; 0 before it begins."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -99,18 +99,19 @@ class Attendance:
     def absent(self) -> frozenset[str]:
         """The tasks to wait for.
 
-        While some cannot be reached, a task that can is not absent: it may not dial others before it has reached those.
+        While some tasks cannot be reached, a reachable task does not count as absent, although it may not have dialed
+        this task yet: it dials some only after it has reached others.
         """
         return frozenset(self.missing) or frozenset(self.unconfirmed)
 
     def mark_present(self, names: Collection[str]) -> None:
-        """Note that these need not be reached any more."""
+        """Record that these tasks need not be reached any more."""
         for name in names:
             self.missing.pop(name, None)
             self.unconfirmed.discard(name)
 
     def exchange(self, first: frozenset[str], waited_s: float, timeout_s: float) -> frozenset[str]:
-        """Exchange the attendance with the hub; return the tasks to dial from now on, of which `first` always are."""
+        """Exchange the attendance with the hub; return the tasks to dial from now on, which always include `first`."""
         if self.last_try_ends:
             return self.others
         if self.view is None or not self.view.hub_is_current:
@@ -127,13 +128,13 @@ class Attendance:
         return self.others if absent is None else first | absent
 
     def _delay_s(self, least_s: float, dialed: Collection[str], timeout_s: float) -> float:
-        """Return how long to wait before all dial these tasks: that many connections slow down a start that is slow."""
+        """Return how long to wait before all tasks dial `dialed`: many connections slow down a start that is slow."""
         return min(timeout_s / 2, least_s * max(1.0, len(self.others) * len(dialed) / DIALS))
 
     def gives_up(self, now: float) -> bool:
-        """Return whether the rendezvous has failed, once its time is over.
+        """Return whether the rendezvous has failed; called after the timeout.
 
-        If all have answered, one of them does not answer the others any more: all are dialed once more to name it.
+        If every task has answered before, one has stopped answering: all are dialed once more to find out which.
         """
         if not self.missing and not self.last_try_ends:
             self.last_try_ends = now + LAST_TRY_S
@@ -162,18 +163,18 @@ def hold_rendezvous(
         task: the member that calls.
         view: the connection to the hub; None without one.
         generation: the generation that begins.
-        token: the run's secret with the generation; tasks with another one, such as leftovers, do not count.
+        token: the run's secret with the generation; tasks with another token, such as leftovers, do not count.
         timeout_s: seconds to wait for the others.
         abandon: called repeatedly; waiting ends when it returns true.
-        passed: returns the tasks that need not answer any more, since they have reached an earlier attempt of this one.
+        passed: returns the tasks that need not answer any more, since they have already passed this rendezvous.
         explain: returns a description of a missing task, such as its exit code and last line.
         report: called with the reason why this task cannot listen, and with an empty string once it can.
-        patience: returns how many seconds to wait for these tasks; without it, `timeout_s`.
+        patience: returns the timeout in seconds for a set of absent tasks; without it, `timeout_s`.
 
     Raises:
-        PortTaken: another program used this task's port all the time.
+        PortTaken: another program used this task's port until the timeout.
         Abandoned: `abandon` returned true.
-        Incomplete: a task is missing; the message names each and the reason.
+        Incomplete: tasks are missing; the message gives the reason for each.
         TimedOut: this task's own address was not available.
     """
     others = [member for member in spec.members if member.name != task.name]
@@ -195,12 +196,12 @@ def hold_rendezvous(
                 rendezvous.mark_present(passed())
             if abandon():
                 raise Abandoned("the rendezvous was abandoned")
-            absent = rendezvous.absent  # the last of them may have answered in between
+            absent = rendezvous.absent  # again: the last one may have answered by now
             limit_s = patience(absent) if patience else timeout_s
             if absent and (now := time.monotonic()) - began > limit_s and rendezvous.gives_up(now):
                 raise Incomplete(_describe_missing(rendezvous, absent, limit_s, explain), absent)
             time.sleep(poll_s)
-        if view:  # the last may have been dialed, and others still wait until the hub reports this task
+        if view:  # the last task may have been reached without the hub, from which others wait for a report
             view.join_rendezvous(generation)
     finally:
         rendezvous.over.set()
@@ -209,7 +210,7 @@ def hold_rendezvous(
 
 
 def dialed_first(spec: ClusterSpec, task: Task) -> frozenset[str]:
-    """Return the tasks that a task always dials: the chief, and the task after it in the cluster."""
+    """Return the tasks that a task always dials: the chief, and the next task in the order of the cluster."""
     names = [member.name for member in spec.members]
     after = names[(names.index(task.name) + 1) % len(names)]
     return frozenset({names[0], after}) - {task.name}
@@ -218,7 +219,7 @@ def dialed_first(spec: ClusterSpec, task: Task) -> frozenset[str]:
 def await_turn(
     task: Task, *, token: str, abandon: Callable[[], bool], report: Callable[[str], None] = lambda obstacle: None
 ) -> None:
-    """Listen, as a task that was left out, until `abandon` returns true; see `open_task_listener` for errors."""
+    """Listen, as a left-out task, until `abandon` returns true; see `open_task_listener` for errors."""
     listener = open_task_listener(task, timeout_s=float("inf"), abandon=abandon, report=report)
     answering = _Answering(listener, task, token, set())
     try:
@@ -229,7 +230,7 @@ def await_turn(
 
 
 def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
-    """Return whether a task that was left out answers."""
+    """Return whether `other`, a task that was left out, answers `task`."""
     return not _dial(task, other, token, timeout_s)
 
 
@@ -244,7 +245,7 @@ def _describe_missing(
 
 
 def explain_missing(run: RunFolder, task: str) -> str:
-    """Describe a task that does not answer from its records."""
+    """Describe, from its records, a task that does not answer."""
     beat = run.heartbeats().get(task)
     if beat is None:
         return "never started"
@@ -259,7 +260,7 @@ def explain_missing(run: RunFolder, task: str) -> str:
 
 
 class _Answering(Server):
-    """Accepts connections at a task's address, in a thread. A client that has reached it confirms that by a message."""
+    """Accepts connections at a task's address, in a thread. A client confirms by a message that it has connected."""
 
     def __init__(self, listener: socket.socket, task: Task, token: str, unconfirmed: set[str]) -> None:
         super().__init__(listener, _secret(token, task), len(unconfirmed))
@@ -271,9 +272,9 @@ class _Answering(Server):
 
 
 class Dialer:
-    """Dials other tasks, again and again until each has answered or the rendezvous is over.
+    """Dials other tasks repeatedly until each has answered or the rendezvous is over.
 
-    A few threads take turns with them: one for each would be N^2 on a machine that runs all tasks.
+    It uses a few threads: one for each task would make N^2 threads on a machine that runs all tasks.
     """
 
     def __init__(self, task: Task, others: dict[str, Task], rendezvous: Attendance, again_s: float) -> None:
@@ -283,13 +284,13 @@ class Dialer:
         self._threads = ThreadPoolExecutor(DIALERS, thread_name_prefix="dialer")
 
     def dial(self, names: frozenset[str]) -> None:
-        """Dial those of these tasks that are missing from now on."""
+        """Dial the given tasks from now on, unless they have answered."""
         for name in sorted((names & self._rendezvous.missing.keys()) - self._dialed):
             self._dialed.add(name)
             self._threads.submit(self._dial, name)
 
     def end(self) -> None:
-        """Dial no more, once the rendezvous is over."""
+        """Stop dialing; the rendezvous must be over."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _dial(self, name: str) -> None:
@@ -303,12 +304,12 @@ class Dialer:
             return
         rendezvous.missing[name] = reason
         rendezvous.over.wait(self._again_s)
-        with contextlib.suppress(RuntimeError):  # it is over
+        with contextlib.suppress(RuntimeError):  # the executor has been shut down
             self._threads.submit(self._dial, name)
 
 
 def _dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
-    """Dial another task once; return the reason why it did not answer, empty if it did."""
+    """Dial another task once; return why it did not answer, or an empty string if it did."""
     try:
         with Client((other.host, other.port), _secret(token, other), task.name, timeout_s) as connection:
             connection.send({})
@@ -326,7 +327,7 @@ def _dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
 
 
 def _secret(token: str, answering: Task) -> str:
-    """Return the secret that both sides prove to know; no other task's answer counts as this one's."""
+    """Return the secret that both sides prove to know; the name in it makes sure that the intended task answers."""
     return f"{token} {answering.name}"
 
 
@@ -335,18 +336,17 @@ def open_task_listener(
 ) -> socket.socket:
     """Listen on a task's address. Retries while the port is in use or the address is not available.
 
-    The kernel frees the port of a killed program only with its memory, and a machine can be off its network for a
-    while.
+    The kernel frees a killed program's port only after its memory, and a machine can be off its network for a while.
 
     Raises:
-        PortTaken: another program used the port all the time.
+        PortTaken: another program used the port until the timeout.
         Abandoned: `abandon` returned true.
-        TimedOut: the address was not available.
+        TimedOut: the address was not available until the timeout.
     """
     deadline, reported = time.monotonic() + timeout_s, ""
     while True:
         try:
-            # In a container the task's own name is its only interface; on one machine everything is on loopback.
+            # A container's task name resolves to its only interface; on one machine everything is on loopback.
             listener = open_listener(task.host, task.port)
         except OSError as error:
             obstacle = _obstacle(task, error)
@@ -375,8 +375,8 @@ def _obstacle(task: Task, error: OSError) -> ClusterError:
 def await_servers(tasks: Sequence[Task], *, timeout_s: float, abandon: Callable[[], bool]) -> bool:
     """Wait until the TensorFlow servers of all these tasks listen; return False after the timeout or when abandoned.
 
-    A gRPC client that connects a moment before its server listens waits for a second before it retries. The probe is
-    HTTP/2, which the listener of the rendezvous, possibly still there, does not speak: it sends something else first.
+    A gRPC client that connects a moment too early waits for a second before it retries. The probe is an HTTP/2
+    handshake, to tell the server from a rendezvous listener that may still be open.
     """
     deadline = time.monotonic() + timeout_s
     left = list(tasks)

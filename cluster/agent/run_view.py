@@ -1,4 +1,4 @@
-"""The run as one agent sees it: the folder, and the messages of the other agents through the chief's hub."""
+"""The run as one agent sees it: the run folder, and the other agents' messages through the chief's hub."""
 
 import contextlib
 import time
@@ -18,30 +18,30 @@ READ_S = 2.0
 
 
 class RunView:
-    """The run folder, of which less is read while the hub is connected.
+    """The run folder, read less often while the hub is connected.
 
-    Every write goes to the folder, which decides who was first. A generation or outcome that the hub reports came from
-    a record there and counts at once, since these never change; a folder on another machine may show it late.
+    Every write goes to the folder, which decides which task was first. A generation or outcome from the hub is a copy
+    of a record there. It counts immediately, since these records never change; a network file system may show it late.
     """
 
     def __init__(self, folder: RunFolder, copy: TaskCopy | None = None) -> None:
         self.folder = folder
-        """The run. It learns generations from the hub before it shows them."""
+        """The run folder; `RunFolder.learn` adds generations from the hub before the file system shows them."""
         self._copy = copy
-        """The copy of the task that this agent is of."""
+        """The copy of the task to which this agent belongs."""
         self._hub: Hub | None = None
-        """In the chief's agent."""
+        """Set in the chief's agent."""
         self._link: HubClient | None = None
-        """In any other agent."""
+        """Set in any other agent."""
         self._read: dict[str, tuple[float, Any]] = {}
         self._ended: Outcome | None = None
         self._newest = -1
         """The newest generation that this agent has seen."""
 
     def connect(self, spec: ClusterSpec, task: Task, host: str) -> None:
-        """Connect the agent of this task, which listens at `host`, with those of all other requested tasks.
+        """Connect the agents of all requested tasks: the chief's listens on `host`, the others connect to it.
 
-        Without connections they use the folder alone.
+        An agent without a connection uses only the folder.
         """
         if len(spec.tasks) == 1:
             return
@@ -52,7 +52,7 @@ class RunView:
                 self._link = HubClient(self.folder, task.name, self._copy)
 
     def disconnect(self) -> None:
-        """Close this agent's connections. Everything is read from the folder again."""
+        """Close this agent's connections, and read everything from the folder again."""
         side = self._side
         self._hub = self._link = None
         if side:
@@ -66,11 +66,11 @@ class RunView:
 
     @property
     def is_relieved(self) -> bool:
-        """Whether the chief's agent watches the others for this one, and reports changes to it."""
+        """Whether the chief's agent watches the other tasks on this agent's behalf and reports changes."""
         return self._link is not None and self.hub_is_current
 
     def _at_times(self, what: str, read: Callable[[], T]) -> T:
-        """Read the folder, or return the value of at most `READ_S` ago if the hub would have reported a change."""
+        """Read the folder, or return a value cached for at most `READ_S` if the hub would have reported a change."""
         at, value = self._read.get(what, (float("-inf"), None))
         now = time.monotonic()
         if not self.is_relieved or now - at >= READ_S:
@@ -81,11 +81,11 @@ class RunView:
 
     @property
     def hub_is_current(self) -> bool:
-        """Whether the hub is connected, and knows the newest generation that this agent knows."""
+        """Whether the hub is connected and knows the newest generation known to this agent."""
         return (side := self._side) is not None and side.fresh and side.news.number >= self._newest
 
     def _news(self) -> News:
-        """Return the hub's last news; empty if it is not connected, or knows only an earlier generation."""
+        """Return the hub's last digest; empty if the hub is not connected or knows only an earlier generation."""
         return side.news if (side := self._side) and self.hub_is_current else News()
 
     @property
@@ -100,30 +100,30 @@ class RunView:
         return self._newest
 
     def begun(self, number: int) -> Generation | None:
-        """Return the record of a generation; None without one. It is found before the folder lists it."""
+        """Return the record of a generation; None without one. Looked up by name, since listings may lag behind."""
         if record := self.folder.begun(number):
             self._newest = max(self._newest, number)
         return record
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the run ended; None while it continues. It stays so for as long as this agent lives."""
+        """How the run ended; None while it continues. Once set, it never changes for this agent."""
         if self._ended is None:
             self._ended = self._news().outcome or self._at_times("outcome", lambda: self.folder.outcome)
         return self._ended
 
     def is_over(self, generation: int) -> bool:
-        """Whether a generation's programs serve no purpose any more."""
+        """Whether a generation is over: the run has an outcome, or a newer generation has begun."""
         return self.outcome is not None or self.generation > generation
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the tasks are to save and stop. A request that was read before is read again: it can be withdrawn."""
+        """Whether the tasks are to save and stop. A cached request is read again, since it can be withdrawn."""
         if self._news().stop:
             return True
         return self._at_times("stop", lambda: self.folder.stop_requested) and self.folder.stop_requested
 
-    # Writes go to the folder at once, and this agent then reads it. An older copy of a task writes nothing
+    # Writes go to the folder at once and clear the cache. An older copy of a task writes nothing
 
     def require_newest(self) -> None:
         """Raise `Superseded` if a newer copy of the task has begun."""
@@ -138,7 +138,7 @@ class RunView:
             self._read.clear()
 
     def begin_generation(self, number: int, **why: Any) -> bool:
-        """Begin generation `number` unless another task has, or the run has ended; return whether this call did."""
+        """Begin generation `number` unless another task has or the run has ended; return whether this call did."""
         return self._write(lambda: self.folder.outcome is None and self.folder.begin_generation(number, **why))
 
     def end(self, state: str, **why: Any) -> bool:
@@ -161,9 +161,9 @@ class RunView:
         return (self._hub.beat(task) if self._hub else None) or self.folder.heartbeat(task)
 
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the newest heartbeat of every task: one is in the folder before the hub has sent it.
+        """Return the newest heartbeat of every task, from the hub or the folder, where it may arrive first.
 
-        A task's own clock dates both.
+        Both are dated by the task's own clock.
         """
         beats = self.folder.heartbeats()
         if not self._hub:
@@ -180,22 +180,22 @@ class RunView:
 
     @property
     def unlinked(self) -> frozenset[str] | None:
-        """The tasks without a connection to the hub, so that their heartbeats in the folder count; None for all."""
+        """The tasks without a connection to the hub, whose heartbeats in the folder count; None if all tasks' do."""
         return self._news().unlinked if self.is_relieved else None
 
     def is_connected(self, task: str) -> bool:
-        """Return whether a task is connected to the hub, as far as this agent knows."""
+        """Return whether a task is known to be connected to the hub."""
         unlinked = self._news().unlinked
         return unlinked is not None and task not in unlinked
 
     # The rendezvous
 
     def join_rendezvous(self, number: int) -> None:
-        """Report that this task is at the rendezvous of a generation, and that the connections that it needs work."""
+        """Report that this task is at the rendezvous of a generation and has made its connections."""
         if side := self._side:
             side.join_rendezvous(number)
 
     def absent(self, number: int) -> frozenset[str] | None:
-        """Return the tasks that are not at the rendezvous of a generation yet; None if unknown, or for many."""
+        """Return the tasks that are not at the rendezvous of a generation yet; None if unknown or many."""
         news = self._news()
         return news.absent if news.number == number else None

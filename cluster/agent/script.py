@@ -1,7 +1,7 @@
 """A user's script as the program of a task.
 
-It knows nothing of gates, heartbeats or our exit codes. So it starts once its cluster is complete, and its agent writes
-the heartbeat until the end.
+A script does not know about gates, heartbeats or our exit codes. So its agent starts it only once the cluster is
+complete, and writes the heartbeat on its behalf until it ends.
 """
 
 import os
@@ -16,11 +16,11 @@ from cluster.contract.spec import Task
 from cluster.system.paths import ROOT
 
 KERAS_HOOK = ROOT / "train" / "patches" / "hook"
-"""Holds the `sitecustomize` that patches Keras 3 in a script's process."""
+"""The folder of the `sitecustomize` module that patches Keras 3 in a script's process."""
 
 
 class Script(TaskProcess):
-    """A user's script. It has no gate, so it starts once its cluster is complete, in a separate working folder."""
+    """A user's script. It has no gate, so it starts only once the cluster is complete, in a separate working folder."""
 
     scripted = True
 
@@ -39,9 +39,9 @@ class Script(TaskProcess):
 
 
 def script_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a script's environment: modules of this checkout must not shadow those that it imports.
+    """Return a script's environment, in which modules of this checkout cannot shadow the script's imports.
 
-    The folder of the hook that patches Keras has no other module.
+    The only entry added to its path is the folder of the Keras hook, which has no other module.
     """
     entries = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]

@@ -1,7 +1,7 @@
-"""The standby process: the next attempt's program, started while another one trains, and waiting at its gate.
+"""The standby process: the next attempt's program, started while the current one trains, and waiting at its gate.
 
-Most of a restart is importing TensorFlow, forming the cluster and tracing the step. The standby process has done the
-first and, where it can, all of that: see `cluster/contract/recovery/standby_cluster.py`.
+Importing TensorFlow, forming the cluster and tracing the step take most of a restart. A standby process does the
+imports in advance and, where possible, all three: see `cluster/contract/recovery/standby_cluster.py`.
 """
 
 import contextlib
@@ -19,36 +19,36 @@ from cluster.contract.spec import ClusterSpec, Task
 from cluster.system import memory
 
 STAGGER_S = 2.0
-"""Tasks start their standby processes one after the other, the first once its program has trained for
+"""Interval between the tasks' starts of standby processes, the first once its program has trained for
 `STANDBY_DELAY_S`, so that they do not slow down the start of the run."""
 AFTER_FAILURE_S = 1.0
-"""The delay after a program that trained was replaced: another failure may follow soon, and no start is slowed down."""
+"""The shorter delay after a restart: another failure may follow soon, and the run's start is over."""
 STOPPED_S = 8.0
-"""A standby process that a signal has kept stopped for longer is replaced."""
+"""A standby process that a signal has kept stopped for longer than this is replaced."""
 AGAIN_S = 15.0
-"""How long after a standby process ended another one is started, the first time; each further time doubles it. By then
-the other agents have ended those of its cluster, too."""
+"""Initial back-off from the end of a standby process to the start of the next; it doubles each time. By then the other
+agents have ended the standby processes of the same cluster, too."""
 LONGEST_AGAIN_S = 600.0
 LOOK_S = 0.5
-"""How often an agent looks whether the cluster of the standby processes has lost one."""
+"""How often an agent checks whether the cluster of standby processes has lost a member."""
 MEMORY_BYTES = 700 * 2**20
 """The memory of a program that has imported TensorFlow."""
 FIRST_TO_KILL = 1000
-"""The kernel's highest score: short of memory, it kills a standby process before anything that trains."""
+"""The highest `oom_score_adj`: the kernel kills a standby process before any training program."""
 RESERVE_BYTES = 2 * 2**30
-"""Memory of the machine that standby processes leave to the programs that train."""
+"""Memory of the machine that standby processes leave free for the training programs."""
 OWN_RESERVE_BYTES = 2**29
-"""Memory of its task's limit that a standby process leaves."""
+"""Memory within the task's limit that a standby process leaves free."""
 
 
 class Standby:
     """Keeps one task's standby process, once the task has trained for a while."""
 
     def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int) -> None:
-        """Start nothing yet; `start` starts a program in an environment.
+        """Prepare, without starting a process.
 
-        The task has this `index` among the run's tasks, of which `num_tasks` may start a standby process on this
-        machine.
+        `start` is the factory of a program with the given environment, `index` the task's position in the run, and
+        `num_tasks` the largest number of tasks that may start a standby process on this machine.
         """
         self._start = start
         self._delay_s = self._next_delay_s = settings.seconds("STANDBY_DELAY_S")
@@ -59,15 +59,15 @@ class Standby:
         self._num_tasks = num_tasks
         self._program: TaskProcess | None = None
         self.cluster: int | None = None
-        """The number of the cluster that it forms with other standby processes, so that it can train with these alone;
-        None: it forms none."""
+        """The number of the cluster that the process forms with other standby processes, the only ones that it can then
+        train with; None if it forms none."""
         self._training_since: float | None = None
         self._started_at = self._again_at = self._cluster_looked_at = 0.0
         self._kills = self._kills_before = self._removed = 0
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing left to decide: it runs, or it is disabled."""
+        """Whether nothing is left to do: the standby process runs, or is disabled."""
         return (self._program is not None and not self.ended) or not self._enabled
 
     @property
@@ -77,7 +77,7 @@ class Standby:
 
     @property
     def kills(self) -> int:
-        """How many standby processes were killed since `take`."""
+        """Number of standby processes killed since `take`."""
         return self._kills + int(self._program is not None and self._was_killed(self._program))
 
     def _was_killed(self, program: TaskProcess) -> bool:
@@ -87,9 +87,9 @@ class Standby:
         """Start the standby process when it is due; to be called often while the task's program runs.
 
         Args:
-            training: whether the program trains at present. Once it has, time in other states counts as well.
-            variables: of the environment that it needs to form a cluster with the others; None: it does not.
-            like: process that takes as much memory as it will with such a cluster.
+            training: whether the program trains now. The delay counts from the first time it does.
+            variables: environment with which the process forms a cluster with the others; None if it forms none.
+            like: id of a process that uses as much memory as a standby process in such a cluster.
         """
         now = time.monotonic()
         if self._training_since is None:
@@ -110,7 +110,7 @@ class Standby:
         self._set_kill_score(FIRST_TO_KILL)
 
     def remove(self) -> None:
-        """Remove a standby process, which ended or is of no use; another one follows unless memory is short."""
+        """Remove a standby process that has ended or become useless; `keep` starts another unless memory is short."""
         program, self._program, self.cluster = self._program, None, None
         assert program
         for_memory = memory.kills() > self._kills_before or memory.in_kernel_log(program.pid, self._started_at)
@@ -122,9 +122,9 @@ class Standby:
         self._removed += 1
 
     def take(self, *, in_cluster: bool = False) -> TaskProcess | None:
-        """Hand over the standby process for the next attempt; None if there is none that lives and can be used.
+        """Hand over the standby process for the next attempt; None without a usable one.
 
-        With `in_cluster` the next attempt is made with the cluster of the standby processes.
+        With `in_cluster` the next attempt uses the cluster of the standby processes.
         """
         if self._training_since is not None:
             self._training_since, self._delay_s = None, self._next_delay_s
@@ -138,7 +138,7 @@ class Standby:
         return program
 
     def _set_kill_score(self, score: int) -> None:
-        if self._program and not self._program.ended:  # its id may be another process's by now
+        if self._program and not self._program.ended:  # the id of an ended process may be reused
             with contextlib.suppress(OSError):  # it has ended
                 Path(f"/proc/{self._program.pid}/oom_score_adj").write_text(str(score))
 
@@ -147,7 +147,7 @@ class Standby:
             program.end(0.0)
 
     def leave_broken_cluster(self, run: RunFolder, task: Task, generation: int) -> None:
-        """Give up a standby process that has ended, and one of a cluster of which another has ended."""
+        """Withdraw a standby process that has ended, or whose standby cluster has lost another process."""
         number = self.cluster
         if self.ended:
             standby_cluster.withdraw_report(run, task.name)
@@ -161,7 +161,7 @@ class Standby:
 
 
 def cluster_variables(run: RunFolder, spec: ClusterSpec, task: Task, generation: int) -> dict[str, str] | None:
-    """Return the variables of a standby process that forms a cluster with the others; None where it cannot."""
+    """Return the environment with which a standby process forms a cluster with the others; None if it cannot."""
     if "GPUS_GIVEN" in os.environ or task.role.is_sidecar or not standby_cluster.is_possible(run, spec):
         return None
     cluster = standby_cluster.spec_of_generation(run, spec, generation)

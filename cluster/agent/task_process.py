@@ -1,4 +1,4 @@
-"""The process that a task's agent watches: the training program, which waits at a gate, or a user's script."""
+"""The process that a task's agent watches: a training program, which waits at a gate, or a user's script."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ class TaskProcess(ABC):
     scripted = False
     """Whether it is a user's script. Any other program can be started long before it joins the cluster."""
     noise: tuple[bytes, ...] = ()
-    """Parts of lines that are neither logged nor shown."""
+    """Lines with one of these parts are neither logged nor shown."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self._command = command
@@ -43,7 +43,7 @@ class TaskProcess(ABC):
 
     @classmethod
     def create(cls, command: list[str], environment: dict[str, str], run: RunFolder, task: Task) -> Self:
-        """Create the program of a task of this run."""
+        """Create the program of one of the run's tasks."""
         return cls(command, environment, run.log(task.name))
 
     def _start(self, folder: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
@@ -56,7 +56,7 @@ class TaskProcess(ABC):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=descriptors,
-            process_group=0,  # a Ctrl-C in the terminal is for `invoke up` to handle
+            process_group=0,  # `invoke up` handles a Ctrl-C in the terminal
             preexec_fn=processes.die_with_parent,
         )
         assert self._process.stdout is not None
@@ -66,7 +66,7 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def open_gate(self, variables: dict[str, str]) -> None:
-        """Let the program join its cluster, with variables of this attempt that a standby process does not have yet."""
+        """Let the program join its cluster, with this attempt's variables, which a standby process still lacks."""
 
     @property
     def pid(self) -> int:
@@ -75,21 +75,21 @@ class TaskProcess(ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether it was started and has ended."""
+        """Whether the program was started and has ended."""
         return self._process is not None and processes.reap(self._process) is not None
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP keeps it stopped."""
+        """Whether a signal such as SIGSTOP keeps the program stopped."""
         return self._process is not None and not self.ended and processes.stopped_at(self.pid) is not None
 
     @property
     def stopped_s(self) -> float:
-        """For how long a signal has kept it stopped, as far as this agent could look."""
+        """For how many seconds the program has been stopped by a signal, as far as this agent has observed."""
         return self._stop_timer.look(self.pid) if self._process and not self.ended else 0.0
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return the code that it ended with, negative for a signal; raise TimeoutExpired if it still runs."""
+        """Return the exit code, negative for a signal; raise TimeoutExpired if the program still runs."""
         assert self._process is not None
         return processes.wait(self._process, timeout_s)
 
@@ -104,10 +104,10 @@ class TaskProcess(ABC):
             self._signal(signal.SIGTERM)
 
     def show_stacks(self) -> None:  # noqa: B027  # a script prints none
-        """Make the program print its stacks, once, if it can."""
+        """Make the program print its stacks once, if it supports that."""
 
     def end(self, grace_s: float) -> int:
-        """End the program, after `grace_s` by SIGKILL; return its code, 0 if it was never started."""
+        """End the program, by SIGKILL after `grace_s`; return its exit code, 0 if it was never started."""
         if self._process is None:
             return 0
         if not self.ended and grace_s > 0:
@@ -122,7 +122,7 @@ class TaskProcess(ABC):
     def error(self, code: int) -> str | None:
         """Return the error that the program reported before it ended with this code.
 
-        Without one, return its last line, labelled as such; None after a signal, which needs no explanation.
+        Without one, return its last line, labelled as such, or None after a signal, which is explanation enough.
         """
         self._await_log(1.0)
         if (error := ends.find_error(self._lines, code)) or code < 0 or not self._lines:
@@ -135,7 +135,7 @@ class TaskProcess(ABC):
 
 
 class Trainer(TaskProcess):
-    """The training program. It starts at once and waits at its gate, the pipe whose descriptor is `GATE_FD`."""
+    """A training program. It starts at once and waits at its gate, the pipe whose descriptor is `GATE_FD`."""
 
     noise = NOISE
 
@@ -150,7 +150,7 @@ class Trainer(TaskProcess):
         os.close(gate_read)
 
     def show_stacks(self) -> None:
-        """Make the program print every thread's Python stack, once it has installed the handler for that."""
+        """Make the program print every thread's Python stack once, if it has installed the signal handler by now."""
         if not self._stacks_shown and not self.ended and processes.handles(self.pid, signal.SIGUSR1):
             assert self._process is not None
             self._stacks_shown = True
@@ -177,7 +177,7 @@ class Trainer(TaskProcess):
 def create_program(
     kind: type[TaskProcess], command: list[str], environment: Mapping[str, str], run: RunFolder, task: Task
 ) -> TaskProcess:
-    """Create a task's program, with a separate folder for temporary files that survives the task's restarts."""
+    """Create a task's program, with a folder for temporary files that survives the task's restarts."""
     folder = temporary_folder(run, task)
     folder.mkdir(mode=0o700, exist_ok=True)
     return kind.create(command, {**environment, "TMPDIR": str(folder)}, run, task)
@@ -186,21 +186,21 @@ def create_program(
 def temporary_folder(run: RunFolder, task: Task) -> Path:
     """Return the task's folder for temporary files, in which scripts keep checkpoints.
 
-    The name follows from the run's token, so that nobody else on the machine can create it.
+    Its name is derived from the run's token, so that other users of the machine cannot predict and create it.
     """
     digest = hashlib.sha256(joining.run_token(run).encode()).hexdigest()
     return Path(tempfile.gettempdir(), f"{task.name}-{digest[:12]}")
 
 
 class MemoryKills:
-    """The processes of this task that the kernel kills for lack of memory from now on."""
+    """The processes of this task that the kernel kills for lack of memory after this object is created."""
 
     def __init__(self) -> None:
         self._kills_before = memory.kills()
         self._began_s = time.monotonic()
 
     def include(self, program: TaskProcess, code: int, standby_kills: int) -> bool:
-        """Return whether the program, which ended with this code, was killed for memory, and not only its standby."""
+        """Return whether the program, and not only its standby process, was killed for lack of memory."""
         if code != -signal.SIGKILL:
             return False
         in_container = memory.kills() > self._kills_before + standby_kills

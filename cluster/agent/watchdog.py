@@ -1,7 +1,7 @@
-"""Detects tasks that are alive but do nothing: frozen ones by their heartbeat, hanging ones by their step.
+"""Detects tasks that are alive but make no progress: frozen tasks by their heartbeat, hanging tasks by their step.
 
-The clocks of several machines differ, so times are measured on this machine's monotonic clock, from when a heartbeat or
-a step was seen to change. Time in which this process was stopped itself does not count.
+Clocks of different machines differ, so durations are measured on this machine's monotonic clock, from the moment at
+which a change of a heartbeat or step was observed. Time in which this process itself was stopped does not count.
 """
 
 import time
@@ -22,26 +22,26 @@ from cluster.system.json_files import create_json
 FROZEN_S = 8.0
 """A program without a heartbeat for this long (one is due every second) is frozen; its agent ends it."""
 SILENT_S = 12.0
-"""If its agent did not do that either, the task is gone, and another agent acts."""
+"""If the agent has not done so by this time, the whole task counts as gone, and another agent acts."""
 IMPORT_S = 120.0
-"""Longest time from the rendezvous to a program's own first heartbeat, and between two of an agent that imports."""
+"""Longest time from the rendezvous to a program's own first heartbeat, and between heartbeats while importing."""
 SLOW_FACTOR = 10
-"""How many times as long the first step of a generation, saving and evaluating may take."""
+"""Multiplies the hang timeout for the first step of a generation, for saving and for evaluating."""
 EXAMINE_S = 0.5
 OTHERS_S = 2.0
-"""How often an agent reads the heartbeats of other tasks while all is well; the chief's looks for hangs more often."""
+"""How often an agent reads the heartbeats of other tasks; the chief's agent reads them every `EXAMINE_S`."""
 READ_AT_ONCE = 16
-"""In a larger gang they are read less often, so that all agents together read as many a second for each task."""
+"""In a gang of more tasks, heartbeats are read less often, so that the reads per second and task stay the same."""
 AWAY_S = 4.0
-"""A longer time between two examinations means that this process was stopped and does not know what changed."""
+"""A longer time between two examinations means that this process was stopped and missed changes."""
 PROOF_S = SILENCE_S + 2.0
-"""After this time the hub has reported to every agent that it has no connection to a task that is gone."""
+"""By this time the hub has reported to every agent that a task which is gone has no connection."""
 START_STATES = frozenset({TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING, TaskState.COMPILING})
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A task that does nothing, and how that shows."""
+    """A task that makes no progress, and the symptom."""
 
     task: str
     cause: str
@@ -77,15 +77,15 @@ class Watchdog:
         self._hangs, self._hang_looked = False, self._began - EXAMINE_S
 
     def stopped(self, stopped_s: float) -> Stall | None:
-        """Return a finding if this task's program has been stopped by a signal for too long."""
+        """Return a stall if a signal has kept this task's program stopped for too long."""
         if stopped_s < FROZEN_S:
             return None
         return Stall(self._task.name, f"no sign of life for {stopped_s:.0f} s", "frozen", stopped=True)
 
     def examine(self, stopped_s: float = 0.0) -> Stall | None:
-        """Return a finding, if there is one. Looks at most every `EXAMINE_S`.
+        """Return a stalled task, or None. Reads heartbeats at most every `EXAMINE_S`.
 
-        `stopped_s` says for how long a signal has kept this task's program stopped.
+        `stopped_s` is how long, in seconds, a signal has kept this task's program stopped.
         """
         now = time.monotonic()
         if finding := self.stopped(stopped_s):
@@ -94,16 +94,16 @@ class Watchdog:
             return None
         self._discount(now - self._examined)
         self._examined = now
-        unlinked = self._run.unlinked  # while the hub is connected, its agent watches the others
+        unlinked = self._run.unlinked  # while the hub is connected, the chief's agent watches the others
         watched = self._names if unlinked is None else [name for name in self._names if name in unlinked]
         beats = self._read(self._run.heartbeat, watched, now, self._others_every_s)
         ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
         return self._frozen(beats, ages, now) or self._hanging(beats, now)
 
     def late(self, timeout_s: float) -> Stall | None:
-        """Return a finding if none of the tasks that train has joined this generation in so many seconds.
+        """Return a stall if no training task has joined this generation within `timeout_s`.
 
-        It is for tasks that hold no rendezvous, in which missing tasks are noticed.
+        Used by tasks that hold no rendezvous, which would otherwise notice missing tasks.
         """
         trains = sorted(task.name for task in self._spec.tasks if not task.role.is_sidecar)
         if time.monotonic() - self._began < timeout_s or not self._behind.issuperset(trains):
@@ -113,16 +113,16 @@ class Watchdog:
         return Stall(trains[0], error, "late")
 
     def describe_late(self, cause: str, *silent: str) -> str:
-        """Return a cause with the tasks for which the others wait, if there are any. Some may have been silent."""
+        """Return `cause`, extended by the late tasks for which others wait, if any; `silent` names silent tasks."""
         text = find_late(self._spec, self._run.heartbeats(), self._generation, silent)[1]
         return f"{cause}; {text}" if text else cause
 
     def longest_silent(self) -> tuple[str, float]:
-        """Return which other task has written no heartbeat for longest, and for how many seconds; no name if none runs.
+        """Return the other task whose last heartbeat is oldest, and its age in seconds; an empty name if none runs.
 
-        A program that has ended writes no heartbeat, but its agent reports the end. The folder counts here: this
-        is about a task that froze or died a moment ago, with its connection. A network file system may hide a task's
-        first heartbeat for a minute; then a script's task is silent unless it is connected to the hub.
+        Tasks whose agents have reported an end are left out. The heartbeats come from the folder, since a task that
+        froze or died a moment ago may still be connected to the hub. A network file system may hide a task's first
+        heartbeat for a minute; until then a script's task counts as silent unless it is connected to the hub.
         """
         ages = {
             name: age_s
@@ -132,7 +132,7 @@ class Watchdog:
         return max(ages.items(), key=lambda each: each[1], default=("", 0.0))
 
     def suspect_others(self) -> None:
-        """From now on count another task as alive only once it is seen to write a heartbeat again."""
+        """From now on, count another task as alive only once it writes a new heartbeat."""
         self._others_read_at = float("-inf")
         self._suspected_at = time.monotonic()
         self._others()
@@ -140,10 +140,10 @@ class Watchdog:
 
     @property
     def all_are_alive(self) -> bool:
-        """Whether every other task was seen to write a heartbeat since `suspect_others`, or its agent reported its end.
+        """Whether every other task has, since `suspect_others`, written a heartbeat or reported its end.
 
-        A task whose heartbeat is hidden counts as alive if it is connected to the hub, after the time in which the hub
-        would have noticed that it was gone.
+        A task whose heartbeat is hidden counts as alive if it is still connected to the hub after `PROOF_S`, when the
+        hub would have reported its loss.
         """
         proven = time.monotonic() - self._suspected_at > PROOF_S
         return all(
@@ -170,7 +170,7 @@ class Watchdog:
     def _read(
         self, read: Callable[[str], Heartbeat | None], watched: Sequence[str], now: float, others_every_s: float
     ) -> dict[str, Heartbeat]:
-        """Return the heartbeats of this generation, of which those watched are read again after so long."""
+        """Return this generation's heartbeats: the own and the chief's read now, the rest every `others_every_s`."""
         names = dict.fromkeys([self._task.name, Role.CHIEF.value])  # the chief's agent watches all others
         self._newest = {name: beat for name, beat in self._newest.items() if name in names or name in watched}
         self._behind &= {*names, *watched}
@@ -189,10 +189,10 @@ class Watchdog:
         return self._newest
 
     def _others(self) -> dict[str, tuple[bool, float]]:
-        """Return, of each other member that is not known to have ended, whether no heartbeat was seen, and its age.
+        """Return, for each other running member, whether its heartbeat is hidden, and the heartbeat's age in seconds.
 
-        A script starts only once all have written one. Another program may end while some tasks are not even there:
-        these are left out.
+        A script starts only once every task has written a heartbeat, so a missing one is hidden. Another program may
+        end before some tasks have started; these are left out.
         """
         now = time.monotonic()
         known = {self._task.name, *ends.ended_tasks(self._run.folder, self._generation)}
@@ -206,13 +206,13 @@ class Watchdog:
         return found
 
     def _discount(self, gap_s: float) -> None:
-        """Leave out time in which this process was stopped or its machine slept."""
+        """Do not count a gap in which this process was stopped or its machine slept."""
         if gap_s > AWAY_S:
             self._began += gap_s
             self._changed = {key: (value, since + gap_s) for key, (value, since) in self._changed.items()}
 
     def _since(self, key: str, value: Any, now: float) -> float:
-        """Return when a value was first seen as it is now."""
+        """Return since when, on the monotonic clock, a value has been observed unchanged."""
         before = self._changed.get(key)
         if before is None or before[0] != value:
             self._changed[key] = (value, now)
@@ -224,9 +224,9 @@ class Watchdog:
         for name, age in ages.items():
             mine = name == self._task.name
             quiet_s, patience_s = age, FROZEN_S if mine else SILENT_S
-            if beats[name].importing:  # while a library is loaded from a slow disk no thread runs
+            if beats[name].importing:  # no thread runs while a library is loaded from a slow disk
                 patience_s = IMPORT_S
-            if mine and beats[name].state == "waiting":  # until its program's own first heartbeat, the agent's
+            if mine and beats[name].state == "waiting":  # the program has not written its first heartbeat yet
                 quiet_s, patience_s = now - self._began, IMPORT_S
             if not _is_running(beats[name]) or quiet_s < patience_s:
                 continue
@@ -241,7 +241,7 @@ class Watchdog:
         return None
 
     def _hanging(self, beats: dict[str, Heartbeat], now: float) -> Stall | None:
-        """Look for missing steps: the chief's agent does so for all tasks, the evaluator's for itself."""
+        """Return a stall if steps are overdue: the chief's agent checks for all tasks, the evaluator's for itself."""
         own = beats.get(self._task.name)
         if self._task.role not in (Role.CHIEF, Role.EVALUATOR) or own is None or not _is_running(own) or self._scripted:
             return None

@@ -1,1 +1,1 @@
-"""What commands, agents and the training program share: descriptions, records, claims. Standard library only."""
+"""Shared by commands, agents and the training program: descriptions, records, claims. Standard library only."""

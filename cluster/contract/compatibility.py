@@ -1,4 +1,4 @@
-"""Which configurations a cluster can train with, and what follows for them from its strategy and its batch."""
+"""Checks whether a configuration fits a cluster, and derives its precision and learning rate."""
 
 import math
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from cluster.system.errors import UsageError
 from cluster.system.messages import either
 
 SCALINGS = ("none", "linear", "sqrt")
-"""How a learning rate follows the global batch."""
+"""The rules by which a learning rate scales with the global batch."""
 
 
 def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") -> None:
-    """Check that all replicas, or shards, get equally many examples; the error names the nearest batches that fit."""
+    """Check that all replicas, or shards, get equally many examples; the error suggests the nearest valid batches."""
     if global_batch % divisor == 0 and global_batch > 0:
         return
     below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
@@ -53,7 +53,7 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
 def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping[str, Any] | None = None) -> None:
     """Check that the stages of a configuration fit the cluster, and that the rest of it works with stages.
 
-    `previous` is the configuration that a resumed run had before; None for a new run.
+    `previous` is the earlier configuration of a resumed run; None for a new run.
     """
     pipeline = config.get("pipeline", {})
     if not cluster.kind.staged:
@@ -99,7 +99,7 @@ def check_precision(cluster: ClusterSpec, precision: str) -> None:
 
 
 def precision_of(strategy: str, precision: str) -> str:
-    """Return the precision that layers compute in under a strategy: a TPU's matrix units want bfloat16."""
+    """Return the precision in which layers compute under a strategy: on a TPU bfloat16, for its matrix units."""
     return strategies.get(strategy).layers or precision
 
 

@@ -1,8 +1,8 @@
-"""Records: frozen dataclasses, read from the JSON of writers that are not trusted.
+"""Records: frozen dataclasses, read from JSON of untrusted writers.
 
 The annotation of a field is its check: `Count`, `Seconds`, an enum, another record, a `tuple`, `frozenset` or `dict` of
-these, any of them `| None`. So a record that was read has every field, each of its type, with finite numbers. Keys that
-its class does not know survive a round trip.
+these, any of them `| None`. So a record read from JSON has all its fields, of the right types and with finite numbers.
+Unknown keys survive a round trip.
 """
 
 import types
@@ -14,7 +14,7 @@ from functools import cache
 from typing import Annotated, Any, Self, dataclass_transform
 
 Check = Callable[[Any], Any]
-"""Returns the checked value; raises ValueError with a short reason if it is invalid."""
+"""A function that returns the checked value, or raises ValueError with a short reason if it is invalid."""
 
 MAX_COUNT = 2**53
 MAX_TEXT = MAX_ITEMS = 2**16
@@ -23,7 +23,7 @@ MAX_SECONDS = 1e11
 
 
 def whole(expected: str, low: int, high: int) -> Callable[[Any], int]:
-    """A whole number from `low` to `high`."""
+    """Return a check for a whole number from `low` to `high`; `expected` describes it in errors."""
 
     def check(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -40,42 +40,42 @@ code = whole("an exit code", -(2**31), 2**31)
 
 
 def number(value: Any) -> float:
-    """A finite number."""
+    """Check a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
         raise unexpected("a number", value)
     return float(value) if isinstance(value, float) else int(value)
 
 
 def seconds(value: Any) -> float:
-    """A duration, or a time in seconds since the epoch."""
+    """Check a duration, or a time since the epoch, in seconds."""
     if not 0 <= number(value) <= MAX_SECONDS:
         raise unexpected(f"seconds, at most {MAX_SECONDS:g}", value)
     return float(value)
 
 
 def measured(value: Any) -> float | None:
-    """A number or null; null for one that is not finite or too large."""
+    """Check a number or null; return null for a number that is not finite or too large."""
     if isinstance(value, float) and not abs(value) <= MAX_NUMBER:
         return None
     return None if value is None else number(value)
 
 
 def text(value: Any) -> str:
-    """A text."""
+    """Check a string."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise unexpected("a text", value)
     return value
 
 
 def flag(value: Any) -> bool:
-    """Yes or no."""
+    """Check a boolean."""
     if not isinstance(value, bool):
         raise unexpected("true or false", value)
     return value
 
 
 def one_of(*names: str) -> Check:
-    """One of these words."""
+    """Return a check for one of these strings."""
 
     def check(value: Any) -> Any:
         if value not in names or not isinstance(value, str):
@@ -86,12 +86,12 @@ def one_of(*names: str) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """A value that passes the check, or null."""
+    """Return a check for a value that passes `check`, or null."""
     return lambda value: None if value is None else check(value)
 
 
 def listing(check: Check) -> Check:
-    """A list of values that pass the check."""
+    """Return a check for a list of values that pass `check`."""
 
     def checked(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) > MAX_ITEMS:
@@ -102,7 +102,7 @@ def listing(check: Check) -> Check:
 
 
 def mapping(check: Check) -> Callable[[Any], dict[str, Any]]:
-    """An object with any keys whose values pass the check."""
+    """Return a check for an object with any keys, whose values pass `check`."""
 
     def checked(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -113,7 +113,7 @@ def mapping(check: Check) -> Callable[[Any], dict[str, Any]]:
 
 
 def inside(name: str, check: Check, value: Any) -> Any:
-    """Return the checked value of a key; an error names the key."""
+    """Return the checked value of the key `name`; an error names the key."""
     try:
         return check(value)
     except ValueError as error:
@@ -121,7 +121,7 @@ def inside(name: str, check: Check, value: Any) -> Any:
 
 
 def unexpected(expected: str, value: Any) -> ValueError:
-    """Return the error for a value of another type."""
+    """Return the error for an unexpected value."""
     return ValueError(f"expected {expected}, not {type(value).__name__} {ascii(value)[:40]}")
 
 
@@ -133,23 +133,23 @@ Seconds = Annotated[float, seconds]
 Measured = Annotated[float | None, measured]
 
 SPARSE = {"sparse": True}
-"""The metadata of a field that is written only if it differs from its default."""
+"""The metadata of a field that is written only if its value differs from its default."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base of the records: each subclass is a frozen dataclass, made without a decorator."""
+    """Base class of the records: turns each subclass into a frozen dataclass, without a decorator."""
 
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The keys that the class does not know."""
+    """The JSON keys, with their values, that are not fields of the class."""
 
     def __init_subclass__(cls, *, kw_only: bool = True) -> None:
         dataclass(frozen=True, kw_only=kw_only)(cls)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return the record in a JSON value; raise ValueError, which names the field, if it is not valid."""
+        """Return the record in a JSON value; raise ValueError, which names the invalid field."""
         known = _known(cls, value)
         return cls(**known, unknown={name: each for name, each in value.items() if name not in known})
 
@@ -163,13 +163,13 @@ class Record:
 
 
 def dictionary(record: type[Record]) -> Callable[[Any], dict[str, Any]]:
-    """Return a check for an object with the keys of a record that stays a dictionary.
+    """Return a check that validates an object like a record, but returns a dictionary.
 
-    A missing key gets its default unless its field is sparse.
+    A missing key gets the field's default unless the field is sparse.
     """
     written = [each for each in fields(record) if each.name != "unknown" and not each.metadata]
 
-    def check(value: Any) -> dict[str, Any]:  # builds no record, because metrics have millions of rows
+    def check(value: Any) -> dict[str, Any]:  # does not build a record: metrics have millions of rows
         known = {name: _plain(each) for name, each in _known(record, value).items()}
         result: dict[str, Any] = value | known
         for each in written:

@@ -1,6 +1,6 @@
-"""This project's own environment variables, each with its default and range; an empty one counts as not set.
+"""The project's environment variables, each with its default and range; an empty variable counts as unset.
 
-They are checked before anything is started, so that `up` reports a typo, and not a task.
+They are checked before anything starts, so that `up` reports a typo rather than a task.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from cluster.system.paths import ROOT
 
 @dataclass(frozen=True)
 class Seconds:
-    """A setting that bounds a time."""
+    """A setting in seconds, with its default and range."""
 
     default: float
     low: float
     high: float
     tasks: bool = False
-    """Whether tasks read it, too."""
+    """Whether tasks read the setting, too."""
 
 
 SECONDS = {
@@ -34,10 +34,10 @@ SECONDS = {
     "DATA_TIMEOUT_S": Seconds(3_600.0, 0.1, 10_000_000),
 }
 SWITCHES = ("STANDBY", "SHARED_IMPORT")
-"""The settings that are on unless they are 0. Tasks read them, too."""
+"""The settings that are on unless set to 0. Tasks read them, too."""
 
 SECRET_FILES = "SECRET_FILES"  # noqa: S105  # the paths of the secrets
-"""The variable with the files of `--secret` for a task, as JSON: the path of each variable's file."""
+"""The variable that maps a task's `--secret` variables to the paths of their files, as JSON."""
 
 OF_TASKS = frozenset([*SWITCHES, *(name for name, setting in SECONDS.items() if setting.tasks)])
 
@@ -80,20 +80,20 @@ def is_on(name: str) -> bool:
 
 
 def one_core_threads() -> dict[str, str]:
-    """Return the variable that gives TensorFlow several threads between operations where it may use one core alone.
+    """Return the variable that gives TensorFlow several inter-op threads if this process may use only one core.
 
-    With one thread, tasks of parameter servers wait for each other indefinitely. Their servers read only this variable.
+    With one thread, tasks of a parameter-server cluster deadlock. Their servers read only this variable.
     """
     return {"TF_NUM_INTEROP_THREADS": "4"} if len(os.sched_getaffinity(0)) == 1 else {}
 
 
 def folder(name: str, default: str) -> Path:
-    """Return the folder that a variable names, or one of this checkout."""
+    """Return the absolute path in the variable `name`, or the folder `default` of this checkout."""
     return Path(os.environ.get(name) or ROOT / default).absolute()
 
 
 def home() -> Path | None:
-    """Return the user's home folder; None where neither HOME nor the system's list of users names one."""
+    """Return the user's home folder; None if neither HOME nor the system's user database has an absolute path."""
     named = os.environ.get("HOME", "")
     with contextlib.suppress(KeyError):
         named = named or pwd.getpwuid(os.getuid()).pw_dir
@@ -101,7 +101,7 @@ def home() -> Path | None:
 
 
 def expanded(option: str, name: str) -> Path:
-    """Return a path that an option names, with a home folder for its `~`; raise UsageError if none is known."""
+    """Return the path `name` of an option with `~` expanded; raise UsageError if the home folder is unknown."""
     try:
         return Path(name).expanduser()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The frozen description of a cluster: its tasks, where they listen, which strategy trains on them."""
+"""The immutable description of a cluster: its tasks, their addresses, and the strategy that trains on them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cluster.contract.strategies import Strategy
 from cluster.system.errors import UsageError, nearest
 
 TASK_PORT = 2222
-"""Port on which a task's TensorFlow server listens in a container, where each task has a separate address."""
+"""Port of a task's TensorFlow server in a container, where each task has a separate address."""
 
 DEFAULT_WORKERS = 2
-"""The `worker` tasks of a run that requests no number, unless its strategy has one process."""
+"""Default number of `worker` tasks, unless the strategy uses one process."""
 
 MAX_TASKS = 512
-"""Largest cluster that is accepted: a larger number is more likely a typo."""
+"""Largest number of tasks of a role: a larger one is more likely a typo."""
 
 MAX_DEVICES = 64
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-"""A run's name is a folder, a Compose project and a label at once, so it is what all three allow."""
+"""A valid name of a run, which is used as a folder, a Compose project and a label."""
 
 
 class Role(StrEnum):
@@ -38,17 +38,17 @@ class Role(StrEnum):
 
     @property
     def is_sidecar(self) -> bool:
-        """Whether its tasks are outside the TensorFlow cluster: a strategy would wait for them indefinitely."""
+        """Whether tasks of this role are outside the TensorFlow cluster: a strategy would wait for them forever."""
         return self == Role.EVALUATOR
 
     @property
     def is_singleton(self) -> bool:
-        """Whether there is at most one such task, whose name has no index."""
+        """Whether a run has at most one task of this role, whose name then has no index."""
         return self in (Role.CHIEF, Role.EVALUATOR)
 
 
 class Task(Record, kw_only=False):
-    """One member of the cluster and the address of its TensorFlow server."""
+    """One task of the run and the address of its TensorFlow server."""
 
     role: Role
     index: Count
@@ -57,7 +57,7 @@ class Task(Record, kw_only=False):
 
     @property
     def name(self) -> str:
-        """`chief`, `worker-0`, `ps-1`, `evaluator`: also its host name in a container and its file names."""
+        """`chief`, `worker-0`, `ps-1`, `evaluator`: also used as host name in containers and for file names."""
         return task_name(self.role, self.index)
 
     @property
@@ -67,7 +67,7 @@ class Task(Record, kw_only=False):
 
 
 def _strategy(value: Any) -> Any:
-    return one_of(*strategies.STRATEGIES)(value)  # those that are registered now
+    return one_of(*strategies.STRATEGIES)(value)  # looked up late: tests register more
 
 
 class ClusterSpec(Record):
@@ -76,10 +76,10 @@ class ClusterSpec(Record):
     Attributes:
         strategy: a key of `strategies.STRATEGIES`.
         devices: replicas in each training task.
-        separate_chief: whether TF_CONFIG has a task of type `chief`. Without, and without parameter servers, the chief
-            is worker 0 there.
-        pipelines: with stages of a model, how many tasks have each stage: the tasks are those of one pipeline after the
-            other.
+        separate_chief: whether TF_CONFIG has a task of type `chief`. If not, the chief is worker 0 there, unless the
+            cluster has parameter servers.
+        pipelines: for a staged strategy, the number of pipelines, and so of tasks with the same stage; the tasks are
+            ordered by pipeline.
         tasks: chief first, then workers, parameter servers, evaluator.
     """
 
@@ -94,7 +94,7 @@ class ClusterSpec(Record):
         return tuple(task for task in self.tasks if task.role == role)
 
     def task(self, name: str) -> Task:
-        """Return the task called `name`; raise UsageError if this cluster has none of that name."""
+        """Return the task called `name`; raise UsageError if the cluster has no such task."""
         for task in self.tasks:
             if task.name == name:
                 return task
@@ -102,7 +102,7 @@ class ClusterSpec(Record):
 
     @property
     def members(self) -> tuple[Task, ...]:
-        """The tasks that form the TensorFlow cluster: none where one process trains alone."""
+        """The tasks that form the TensorFlow cluster; empty if one process trains alone."""
         members = tuple(task for task in self.tasks if not task.role.is_sidecar)
         return members if len(members) > 1 else ()
 
@@ -117,12 +117,12 @@ class ClusterSpec(Record):
 
     @property
     def stages(self) -> int:
-        """The number of parts that the model is cut into, one on each device; 1 where every replica has all of it."""
+        """The number of stages into which the model is cut, one on each device; 1 if every replica has all of it."""
         return (1 + len(self.of(Role.WORKER))) * self.devices // self.pipelines if self.kind.staged else 1
 
     @property
     def replicas(self) -> int:
-        """The number of copies of the model that compute gradients at the same time."""
+        """The number of copies of the model that compute gradients in parallel."""
         if self.kind.staged:
             return self.pipelines
         if self.kind.served:
@@ -131,7 +131,7 @@ class ClusterSpec(Record):
 
     @property
     def copies_weights(self) -> bool:
-        """Whether several replicas have a copy of the weights each, whose bits must be equal."""
+        """Whether several replicas each have a copy of the weights, whose bits must be equal."""
         return self.kind.mirrored and self.replicas > 1
 
     @property
@@ -140,7 +140,7 @@ class ClusterSpec(Record):
         return self.devices if self.kind.served else self.replicas
 
     def serves(self, task: Task) -> bool:
-        """Whether the task only serves others (its program never ends by itself)."""
+        """Whether the task is a server for others, whose program never ends by itself."""
         return task.role == Role.PS or (task.role == Role.WORKER and self.kind.served)
 
     def calls_first(self, task: Task) -> tuple[Task, ...]:
@@ -150,20 +150,20 @@ class ClusterSpec(Record):
         return self.of(Role.CHIEF) if task.role == Role.WORKER else ()
 
     def restarts_alone(self, task: Task) -> bool:
-        """Whether the task may start again while the others continue; every other task restarts the gang with it."""
+        """Whether the task can restart while the others continue; any other task restarts together with the gang."""
         return task.role.is_sidecar or (task.role == Role.WORKER and self.kind.served)
 
     def with_devices(self, devices: int, strategy: str) -> ClusterSpec:
-        """Return the cluster with as many replicas in each training task, for the requested strategy or `auto`.
+        """Return the cluster with `devices` replicas in each training task, for the requested strategy or `auto`.
 
-        The number decides between the strategies of one process. Raises UsageError if the strategy does not fit.
+        With `auto`, the number of devices can change the strategy. Raises UsageError if the strategy does not fit.
         """
         parse_count("devices", devices, 1, MAX_DEVICES)
         resolved = strategies.resolve(strategy, len(self.of(Role.WORKER)), len(self.of(Role.PS)), devices)
         return replace(self, strategy=resolved.name, devices=devices)
 
     def without(self, names: Collection[str]) -> ClusterSpec:
-        """Return the cluster without the tasks of these names; the others keep theirs."""
+        """Return the cluster without the named tasks; the others keep their names."""
         return replace(self, tasks=tuple(task for task in self.tasks if task.name not in names))
 
     def listening(self, ports: Sequence[int]) -> ClusterSpec:
@@ -178,7 +178,7 @@ def task_name(role: Role, index: int) -> str:
 
 
 def parse_count(name: str, value: object, low: int, high: int) -> int:
-    """Return `value` as a whole number from `low` to `high`; raise UsageError, which names the option, otherwise."""
+    """Parse the option `name` as a whole number from `low` to `high`; raise UsageError if it is not."""
     text = str(value).strip()
     if not re.fullmatch(r"[+-]?\d{1,18}", text) or not low <= int(text) <= high:
         raise UsageError(f"--{name} {text!r}: expected a whole number from {low} to {high}")
@@ -189,7 +189,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def parse_age(text: str, option: str = "older") -> float:
-    """Return the seconds of an age such as `7d`, `12h`, `30m` or `2w`."""
+    """Return an age such as `7d`, `12h`, `30m` or `2w` in seconds."""
     match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
     if not match:
         raise UsageError(f"--{option} {text!r}: expected a number with s, m, h, d or w behind it, such as 7d")
@@ -197,7 +197,7 @@ def parse_age(text: str, option: str = "older") -> float:
 
 
 def check_run_name(name: str) -> str:
-    """Return `name` if it can name a run, see `RUN_NAME`; raise UsageError otherwise."""
+    """Return `name`; raise UsageError if it is not a valid name of a run, see `RUN_NAME`."""
     if not RUN_NAME.fullmatch(name):
         raise UsageError(
             f"run name {name!r}: expected letters, digits, '.', '_' or '-', at most 63, the first a letter or digit"
@@ -214,9 +214,9 @@ def build(
     separate_chief: bool = True,
     pipelines: int = 1,
 ) -> ClusterSpec:
-    """Return the cluster for the options of a command line, each task listening on `TASK_PORT` of its own host.
+    """Return the cluster for command-line options. Each task listens on `TASK_PORT` of a host with the task's name.
 
-    `workers` are in addition to the chief, None for the default number; see `ClusterSpec` for the other options.
+    `workers` is the number of workers besides the chief, None for the default; see `ClusterSpec` for other options.
     """
     if workers is None:
         requested = strategies.requested(strategy)

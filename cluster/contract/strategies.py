@@ -1,4 +1,4 @@
-"""The strategies: one record each, in `strategies.toml`. Nothing else compares a strategy's name.
+"""The strategies, one record each in `strategies.toml`. No other code compares a strategy's name.
 
 A new strategy needs a record there, a builder in `train/strategy.py`, tests and documentation.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.system.errors import UsageError, nearest
 
 AUTO = "auto"
-"""Requests the strategy that the topology chooses."""
+"""The name that requests the strategy which suits the topology."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -22,22 +22,22 @@ class Strategy:
     Attributes:
         name: on the command line, a key of `STRATEGIES`.
         class_name: TensorFlow's name for it.
-        trial: the options of `up` with which `invoke verify` tries it.
-        topology: the clusters that it runs on as options of `up`, for the error message.
-        runs_on: the same as the least and the most of `workers`, `ps` and `devices`; of several, one must fit.
-        automatic: whether `--strategy auto` takes it, if none before it fits.
+        trial: the options of `up` with which `invoke verify` tests it.
+        topology: the supported clusters as options of `up`, for the error message.
+        runs_on: the supported clusters, as the minimum and maximum of `workers`, `ps` and `devices` of each.
+        automatic: whether `--strategy auto` selects it if no earlier one fits.
         one_process: whether the chief trains alone, in one process.
-        served: whether workers run what the chief sends, with the weights on parameter servers; each restarts alone.
+        served: whether workers run the chief's functions, with weights on parameter servers; each restarts alone.
         synchronous: whether all replicas take part in every step, so that the same topology gives the same bits.
         collective: whether the tasks exchange gradients directly, through all-reduce.
         mirrored: whether every replica has a copy of the weights, whose bits must be equal.
-        single_device: whether it has one replica only.
+        single_device: whether it has only one replica.
         staged: whether each task, or each device of one task, holds a stage of a model (docs/guides/pipelines.md).
-        legacy_fit: whether `Model.fit` must be that of tf_keras, because Keras 3's own does not know the strategy.
-        no_fp16: why it cannot train in float16; empty where it can.
-        no_virtual_shards: why it has no `--bitwise-elastic`; empty where it has.
-        layers: the precision that its layers compute in whatever was requested; empty: the requested one.
-        hardware: the kind of machine without which it cannot run; empty where any will do.
+        legacy_fit: whether `Model.fit` must be that of tf_keras, because that of Keras 3 does not support the strategy.
+        no_fp16: why it cannot train in float16; empty if it can.
+        no_virtual_shards: why it does not support `--bitwise-elastic`; empty if it does.
+        layers: the precision in which layers compute regardless of the request; empty for the requested one.
+        hardware: the kind of machine that it needs; empty for any.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Strategy:
     hardware: str = ""
 
     def fits(self, workers: int, ps: int, devices: int) -> bool:
-        """Return whether it runs on a cluster of so many workers, parameter servers, and devices of each task."""
+        """Return whether it supports this number of workers, parameter servers, and devices per task."""
         counts = {"workers": workers, "ps": ps, "devices": devices}
         return any(all(low <= counts[of] <= high for of, (low, high) in each.items()) for each in self.runs_on)
 
@@ -85,7 +85,7 @@ def requested(name: str) -> Strategy | None:
 
 
 def resolve(requested: str, workers: int, ps: int, devices: int) -> Strategy:
-    """Return the requested strategy, or the topology's for `auto`; raise UsageError if the topology cannot run it."""
+    """Return the requested strategy, for `auto` the first that fits; raise UsageError if the topology does not fit."""
     if ps and not workers:
         raise UsageError(f"--ps {ps} with --workers 0: parameter servers need workers; add --workers 2 or drop --ps")
     topology = (workers, ps, devices)

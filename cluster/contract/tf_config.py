@@ -1,4 +1,4 @@
-"""TF_CONFIG: the only place that knows its JSON.
+"""Renders and parses TF_CONFIG; no other module knows its JSON.
 
 Source: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
 """
@@ -15,10 +15,10 @@ _NUMBER = re.compile(r"[0-9]{1,5}")
 
 
 def render(spec: ClusterSpec, task: Task) -> dict[str, Any] | None:
-    """Return the task's TF_CONFIG, or None where one process trains alone.
+    """Return the task's TF_CONFIG, or None if one process trains alone.
 
-    The evaluator reads the cluster but is never listed in it: a strategy would wait for it indefinitely. Where the
-    chief is not listed as one it is worker 0, and worker-0 is worker 1: TensorFlow takes worker 0 for the chief then.
+    The evaluator reads the cluster but is never listed in it: a strategy would wait for it indefinitely. Without a
+    separate chief, the chief is worker 0, which TensorFlow then treats as the chief, and worker-0 is worker 1.
     """
     if not spec.members:
         return None
@@ -33,13 +33,13 @@ def render(spec: ClusterSpec, task: Task) -> dict[str, Any] | None:
 
 
 def dumps(spec: ClusterSpec, task: Task) -> str | None:
-    """Return the task's TF_CONFIG as the text of the environment variable, or None where it is not set."""
+    """Return the task's TF_CONFIG as the value of the environment variable, or None if it must not be set."""
     value = render(spec, task)
     return None if value is None else json.dumps(value, separators=(",", ":"))
 
 
 def parse(text: str) -> tuple[dict[str, list[str]], Role, int]:
-    """Return the cluster's addresses by role, and the role and index of the task that TF_CONFIG was made for.
+    """Return the addresses in a TF_CONFIG by role, and the role and index of the task to which it belongs.
 
     Raises UsageError if the text is not a TF_CONFIG.
     """

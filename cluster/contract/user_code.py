@@ -1,8 +1,8 @@
-"""Runs a program of ours that calls the user's code, and returns its result through a file.
+"""Runs a program of the project that calls the user's code, and returns its result through a file.
 
 The user's code may print, exit, start processes or never return. So its output goes to stderr and is not part of the
-result; a program without a result has failed, whatever its exit code; and after a timeout the program and its process
-group are killed.
+result; a program without a result has failed, whatever its exit code; and the program and its process group are killed
+at its end or after a timeout.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ ERRORS = {error.exit_code: error for error in (ClusterError, UsageError, Prerequ
 
 
 class Program(Protocol):
-    """A program that was started, with its process group."""
+    """A running program, with its process group."""
 
     stdout: IO[bytes]
-    """Its output and its errors."""
+    """The program's stdout and stderr."""
 
     def wait(self, timeout_s: float) -> int:
-        """Return the code that it ended with, negative for a signal; raise subprocess.TimeoutExpired if it runs."""
+        """Return the exit code, negative for a signal; raise subprocess.TimeoutExpired if the program still runs."""
 
     def kill(self) -> None:
-        """Kill it, if it runs, and what it has started."""
+        """Kill the program, if it runs, and its process group."""
 
 
 Start = Callable[[Sequence[str], Mapping[str, str]], Program]
-"""Starts a command in the checkout, with these variables."""
+"""Factory that starts a command in the checkout with the given environment."""
 
 
 class NewProcess:
-    """A program as a new process."""
+    """A program that runs as a new process."""
 
     def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -81,17 +81,17 @@ def run(
     printed: list[bytes] | None = None,
     start: Start | None = None,
 ) -> Any:
-    """Run a program that calls `reply`; return its result, or raise the ClusterError that it replied with.
+    """Run a program that calls `reply`; return its result, or raise the ClusterError in its reply.
 
-    Errors call it `what`; `setting` is the key of its timeout in `settings.SECONDS`; `printed` takes the lines that it
-    prints, which go to stderr. `start` starts it, in the checkout, where that is faster than a new process.
+    `what` names the program in errors; `setting` is the key of its timeout in `settings.SECONDS`; its output, which
+    goes to stderr, is also appended to `printed`. `start` replaces the start of a new process in `cwd`.
     """
     timeout_s = settings.seconds(setting)
     with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind
         file = scratch / "result.json"
         variables = {**environment, RESULT_FILE: str(file), "TMPDIR": str(scratch)}
         process = start(command, variables) if start else NewProcess(command, cwd, variables)
-        # It closes what it reads.
+        # The thread closes the pipe.
         printer = threading.Thread(target=_print, args=(process.stdout, printed), daemon=True)
         printer.start()
         try:
@@ -129,7 +129,7 @@ def _read(file: Path, what: str, code: int) -> Any:
 
 
 def reply(body: Callable[[], Any]) -> int:
-    """Write what a function returns, or the error that it raises, to the result file; return the exit code."""
+    """Write a function's result, or the ClusterError that it raises, to the result file; return the exit code."""
     result, code = {}, 0
     try:
         result["value"] = body()

@@ -1,1 +1,1 @@
-"""What you type, on the machine where you type it: commands, plans, runtimes, checks, views."""
+"""The part on the user's machine: commands, plans, runtimes, checks, views."""

@@ -1,7 +1,7 @@
-"""A run as objects for Kubernetes, checked as `up` checks it, but for what only its machine has; talks to no cluster.
+"""Renders a run as Kubernetes objects, with the checks of `up` except those of its machine; contacts no cluster.
 
-A JobSet or Kubeflow's TFJob starts the pods and starts them again, see https://jobset.sigs.k8s.io/docs/concepts/ and
-https://www.kubeflow.org/docs/components/training/. `kubernetes.yaml` holds what is the same for every run.
+A JobSet or Kubeflow's TFJob starts and restarts the pods, see https://jobset.sigs.k8s.io/docs/concepts/ and
+https://www.kubeflow.org/docs/components/training/. `kubernetes.yaml` has the templates of the objects.
 """
 
 import functools
@@ -28,27 +28,27 @@ from cluster.host.runtime.payload import data_words, parse_variables
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, UsageError, nearest
 
 SHARED = "/shared"
-"""Where pods have the shared volume; the runs are in `runs/` there, and prepared data in `data/`."""
+"""The mount of the shared volume in pods, with the runs in `runs/` and prepared data in `data/`."""
 RECORDS = "/etc/tf-cluster"
 GRACE_S = 60
-"""Longer than the agent gives its program to save, as in the Compose file."""
+"""The grace period of pods: longer than an agent's, as in the Compose file."""
 WAIT_S = 3600
-"""How long tasks wait for the others to be scheduled before the run fails."""
+"""The timeout of the rendezvous: how long tasks wait for others to be scheduled before the run fails."""
 GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is rendered.
+    """The run to render.
 
     Attributes:
-        name: of the run and of every object.
+        name: the name of the run and of every object.
         spec: the cluster, with the host names that its pods will have.
-        started: the record of how the run was started, as far as it is known before that.
+        started: the record of how the run was started, as far as it is known before the start.
         claim: the persistent volume claim with runs and data.
-        memory_bytes: what a task may use.
-        cpus: what a task requests of processors; it may use more.
-        gpus: of the chief and of each worker.
+        memory_bytes: the memory limit of a task.
+        cpus: the number of processors that a task requests; it may use more.
+        gpus: the number of GPUs of the chief and of each worker.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Manifest:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def make(self, what: str, component: str = "task", **values: Any) -> dict[str, Any]:
-        """Return a part of `kubernetes.yaml` with its values; its component is `task` or `data`."""
+        """Return a template of `kubernetes.yaml` with its values filled in; `component` is `task` or `data`."""
         shared = {"run": self.name, "image": self.image, "claim": self.claim, "shared": SHARED, "component": component}
         made: dict[str, Any] = _fill(_templates()[what], shared | values)
         return made
@@ -75,7 +75,7 @@ def _templates() -> Any:
 
 
 def _fill(part: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a template in which values stand for their names; a text that is only a name takes any type."""
+    """Return a copy of a template with its placeholders replaced; a text that is only a placeholder takes any type."""
     if isinstance(part, dict):
         return {key: _fill(each, values) for key, each in part.items()}
     if isinstance(part, list):
@@ -87,7 +87,7 @@ def _fill(part: Any, values: Mapping[str, Any]) -> Any:
 
 
 def task_template(manifest: Manifest, role: Role, environment: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the pod template of a role's tasks; the given variables say which task a pod is."""
+    """Return the pod template of a role's tasks; `environment` has the variables that identify a pod's task."""
     gpus = manifest.gpus if role in (Role.CHIEF, Role.WORKER) else 0
     template = manifest.make(
         "task",
@@ -98,7 +98,7 @@ def task_template(manifest: Manifest, role: Role, environment: list[dict[str, An
         records=RECORDS,
         grace_s=GRACE_S,
     )
-    if gpus:  # the 64 MiB of shared memory that an engine gives are too few for NCCL's buffers
+    if gpus:  # the default of 64 MiB of shared memory is too small for NCCL's buffers
         (container,) = template["spec"]["containers"]
         container["resources"]["limits"][GPU] = gpus
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108  # the pod's own
@@ -115,7 +115,7 @@ def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
     }
     if gpus:
         values |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-    elif manifest.gpus:  # a node whose default runtime is NVIDIA's could hand over all of them
+    elif manifest.gpus:  # a node whose default runtime is NVIDIA's could expose all GPUs
         values |= {"CUDA_VISIBLE_DEVICES": "-1", "NVIDIA_VISIBLE_DEVICES": "void"}
     values |= manifest.environment
     # A `$` of theirs begins no reference.
@@ -127,7 +127,7 @@ INDEX = "JOB_COMPLETION_INDEX"
 
 
 def place_tasks(kind: str, cluster: ClusterSpec, name: str) -> ClusterSpec:
-    """Return the cluster with the host names that a kind of job gives its pods."""
+    """Return the cluster with the host names of the pods of a kind of job."""
     host, _ = KINDS[kind]
     places = ((task, host.format(name=name, role=task.role.value, index=task.index)) for task in cluster.tasks)
     return replace(cluster, tasks=tuple(replace(task, host=place) for task, place in places))
@@ -136,14 +136,14 @@ def place_tasks(kind: str, cluster: ClusterSpec, name: str) -> ClusterSpec:
 def jobset(manifest: Manifest) -> dict[str, Any]:
     """Return the JobSet: a job for each role, with a pod for each task.
 
-    A pod that is lost is started again by its job and the agents re-form the cluster; a job that cannot has the whole
-    set started again. A run that failed by itself fails the set at once.
+    A lost pod is restarted by its job, and the agents form the cluster again; if its job cannot, the whole set is
+    restarted. A run that failed by itself fails the set immediately.
     """
     jobs = []
     for role in Role:
         if tasks := manifest.spec.of(role):
             template = task_template(manifest, role, _identity(manifest.spec, role))
-            template["spec"]["restartPolicy"] = "Never"  # so that the exit code is the job's to judge
+            template["spec"]["restartPolicy"] = "Never"  # so that the job acts on the exit code
             failed = list(range(EXIT_FAILED, EXIT_TIMEOUT + 1))
             values: dict[str, Any] = {"role": role.value, "count": len(tasks), "template": template}
             jobs.append(manifest.make("job", failed=failed, interrupted=EXIT_INTERRUPTED, **values))
@@ -151,7 +151,7 @@ def jobset(manifest: Manifest) -> dict[str, Any]:
 
 
 def _identity(spec: ClusterSpec, role: Role) -> list[dict[str, Any]]:
-    """Return the variables that say which task a pod is: one template serves all of a role, by their index."""
+    """Return the variables that identify a pod's task, by its index, since all pods of a role share a template."""
     first = spec.of(role)[0]
     if role in (Role.CHIEF, Role.EVALUATOR):
         name, text, index = first.name, tf_config.dumps(spec, first), []
@@ -165,7 +165,7 @@ def _identity(spec: ClusterSpec, role: Role) -> list[dict[str, Any]]:
 
 
 def tfjob(manifest: Manifest) -> dict[str, Any]:
-    """Return the TFJob, whose operator sets a TF_CONFIG in each pod that says which task it is."""
+    """Return the TFJob, whose operator sets a TF_CONFIG in each pod, which identifies its task."""
     replicas = {}
     for role, kind in REPLICA_TYPES.items():
         if tasks := manifest.spec.of(role):
@@ -192,10 +192,10 @@ def records(manifest: Manifest) -> dict[str, Any]:
 
 
 def network_policy(manifest: Manifest) -> dict[str, Any]:
-    """Return the policy by which only tasks of the run reach its tasks, and these reach nothing else.
+    """Return the network policy that limits the tasks' connections to tasks of the same run.
 
-    TensorFlow's servers run what they are sent, without authentication or encryption (TensorFlow's SECURITY.md).
-    Between GPUs any port is open: NCCL chooses its own.
+    TensorFlow's servers execute anything they receive, without authentication or encryption (TensorFlow's SECURITY.md).
+    Between tasks with GPUs all ports are open, because NCCL chooses its ports.
     """
     policy = manifest.make("network_policy")
     own = range(TASK_PORT, hub_port(TASK_PORT) + 1)  # of TensorFlow's servers, the standby processes', the agents' hub
@@ -206,7 +206,7 @@ def network_policy(manifest: Manifest) -> dict[str, Any]:
 
 
 def data_job(manifest: Manifest) -> dict[str, Any]:
-    """Return the job that prepares the run's data on the shared volume, once, from where it can be downloaded."""
+    """Return the job that prepares the run's data on the shared volume, once, with access to downloads."""
     verb, *words = data_words(manifest.config)
     arguments = [f"--name={manifest.config['dataset']}", f"--data-dir={SHARED}/data", *words]
     command = ["python", "-m", "train.data", verb]
@@ -214,7 +214,7 @@ def data_job(manifest: Manifest) -> dict[str, Any]:
 
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-"""Pods are called after it, with up to 23 characters more, and no label of a host name has more than 63."""
+"""A valid name: pods append up to 23 characters to it, and a label of a host name has at most 63."""
 MEMORY, CPUS, CLAIM = "4GiB", "2", "tf-cluster"
 MAX_GPUS = 64
 
@@ -224,8 +224,8 @@ def render(
 ) -> list[dict[str, Any]]:
     """Return the objects of a run, or with `data` the job that prepares its data. Changes nothing.
 
-    The kind is `jobset` or `tfjob`; without an image the tasks get that of this project. `claim` is the persistent
-    volume claim with runs and data, and `cpus` the number of processors that each task requests.
+    `kind` is `jobset` or `tfjob`; without an image the tasks use the project's. `claim` is the persistent volume claim
+    with runs and data, and `cpus` the number of processors that each task requests.
     """
     if kind not in KINDS:
         raise UsageError(f"--kind {kind!r} is not a kind of job{nearest(kind, KINDS)}")
@@ -243,7 +243,7 @@ NOT_RENDERED = (
     *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
     "secret",
 )
-"""Options that say what happens on the machine of `up`, or need code that the image does not hold."""
+"""Options about the machine of `up`, or that need code which is not in the image."""
 WARNING = (
     "warning: TensorFlow's servers ask for no password, and only a network plugin that enforces network policies keeps "
     "others from them: see docs/guides/kubernetes.md"
@@ -297,11 +297,11 @@ def _cluster(request: Request, gpus: int) -> ClusterSpec:
 
 
 NUMBER = re.compile(r"[-+.0-9][-+.0-9_a-fA-FoOxX]*")
-"""Text that may be a number in another version of YAML than that of PyYAML, such as 1e100."""
+"""Text that may be a number in a different version of YAML than PyYAML's, such as 1e100."""
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # it has no types
-    """Writes longer text as a block, and never refers to what was written above."""
+    """Writes long text as a block, and no aliases for repeated values."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -315,5 +315,5 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def to_yaml(documents: list[dict[str, Any]]) -> str:
-    """Return the documents of a YAML stream."""
+    """Return the documents as a YAML stream."""
     return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000))

@@ -1,8 +1,8 @@
 """A sweep: a loop over `up`, which can be killed and resumed. Each trial is a run with one combination of the values.
 
-The record of a sweep names its trials; the state of each is read from its run folder. Asynchronous successive halving
-(Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2018) stops a trial that is not among the best
-third of those that have done as many steps.
+The record of a sweep lists its trials; the state of each is read from its run folder. Asynchronous successive halving
+(Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2018) stops a trial at a rung if it is not among
+the best third of the trials that have reached it.
 """
 
 import contextlib
@@ -35,20 +35,20 @@ from cluster.system.paths import ROOT
 from cluster.system.terminal import print_lines
 
 ETA = 3
-"""One of so many trials continues at each rung, and each rung is so many times as far as the one before."""
+"""The reduction factor: one in `ETA` trials continues at each rung, and each rung has `ETA` times as many steps."""
 MAX_TRIALS = 1000
 MAX_PARALLEL = 64
 POLL_S = 0.5
 MAX = 1e30
-"""A loss that is not finite, in a record."""
+"""The value that replaces a non-finite loss in a record."""
 NOT_SHARED = ("name", "resume", "fresh", "detach", "trust")
 """The options of `up` that the sweep itself sets."""
 NOT_SWEPT = (*NOT_SHARED, "env", "secret", "tag", "note", "tensorboard_port", "metrics_port")
-"""These, and those that have no value to compare."""
+"""The options that cannot be an axis: those above, and options for which comparing values makes no sense."""
 
 
 class Trial(Record):
-    """A trial: the name of its run, and its values by option."""
+    """A trial: the name of its run, and its value of each option."""
 
     run: str
     values: dict[str, str]
@@ -63,7 +63,7 @@ class Sweep(Record):
 
     name: str
     options: tuple[str, ...]
-    """The options of `up` that all trials share, as words of a command line."""
+    """The options of `up` that all trials share, as command-line words."""
     overrides: tuple[str, ...]
     """The words after `--` that all trials share."""
     code_dir: str = ""
@@ -71,14 +71,14 @@ class Sweep(Record):
     halving: Count = 0
     """The step of the first rung; 0 without rungs."""
     rungs: dict[str, dict[str, Number]] = field(default_factory=dict)
-    """The loss of each run at each rung that it has reached, by step."""
+    """The loss of each run at each rung that it has reached, keyed by the rung's step."""
     dropped: dict[str, Count] = field(default_factory=dict)
-    """The rung at which each run was stopped that was not among the best."""
+    """The rung at which each run was stopped for not being among the best."""
 
     def metrics_port(self, trial: Trial) -> int:
-        """Return the port of a trial's metrics: from the given one on, the next for each trial; 0 for none.
+        """Return the port of a trial's metrics: the requested port plus the trial's number; 0 for none.
 
-        The port of an ended trial is not used again, because its last metrics may still be served.
+        The port of an ended trial is not reused, because its last metrics may still be served.
         """
         given = [int(word.partition("=")[2]) for word in self.options if word.startswith("--metrics-port=")]
         return given[0] + self.trials.index(trial) if any(given) else 0
@@ -128,7 +128,7 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
 
 
 def load_sweep(name: str) -> Sweep:
-    """Return the sweep of this name; raise UsageError if there is none, DamagedError if its record is damaged."""
+    """Return the sweep called `name`; raise UsageError if there is none, DamagedError if its record is damaged."""
     if not _record(check_run_name(name)).exists():
         known = sorted(path.parent.name for path in _record("*").parent.parent.glob("*/sweep.json"))
         raise UsageError(
@@ -160,7 +160,7 @@ def run_sweep(sweep: Sweep, parallel: int) -> int:
 
 
 def best_first(name: str) -> list[dict[str, Any]]:
-    """Return the rows of a sweep's runs as `listing` describes them, the best score first, those without one last."""
+    """Return the rows of a sweep's runs as in `listing`, best score first, runs without a score last."""
     rows = listing.choose_runs(listing.list_runs(folders.runs_dir()), "run", False, [f"tag={name}"], 0)
 
     def rank(row: Mapping[str, Any]) -> float:
@@ -196,7 +196,7 @@ class _Loop:
             time.sleep(POLL_S)
 
     def interrupt(self) -> None:
-        """Pass an interrupt on: every trial saves and stops; a second one kills them."""
+        """Forward an interrupt to every trial, which saves and stops; a second one kills them."""
         print_lines(f"stopping {counted(len(self._running), 'trial')}; a second Ctrl-C kills")
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt):
@@ -248,7 +248,7 @@ class _Loop:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                process_group=0,  # a Ctrl-C of the terminal reaches it through `interrupt` alone
+                process_group=0,  # it gets a Ctrl-C of the terminal only through `interrupt`
                 preexec_fn=processes.die_with_parent,  # its run continues without it
             )
         port = self.sweep.metrics_port(trial)
@@ -266,7 +266,7 @@ class _Loop:
         return f"{trial.run}: {row['result']}{score}" + ("" if code == EXIT_DONE else f"; see {log}")
 
     def _halve(self, trial: Trial) -> None:
-        """Stop a trial at a rung unless it is among the best there."""
+        """Stop a trial at a rung if it is not among the best there."""
         run = RunFolder(folders.runs_dir() / trial.run)
         if trial.run in self.sweep.dropped:  # now, or before the sweep was killed
             run.request_stop(f"{COMMAND} sweep")
@@ -291,7 +291,7 @@ class _Loop:
 
 
 def loss_at(rows: Sequence[Mapping[str, Any]], rung: int) -> float:
-    """Return the newest loss of an evaluation up to a step; without an evaluation the newest logged one."""
+    """Return the newest evaluation loss up to a step or, without an evaluation, the newest training loss."""
     until = [row for row in rows if row["step"] <= rung]
     found = [row[name] for name in ("eval_loss", "loss") for row in reversed(until) if name in row]
     loss = found[0] if found else MAX
@@ -299,7 +299,7 @@ def loss_at(rows: Sequence[Mapping[str, Any]], rung: int) -> float:
 
 
 def is_among_best(reached: Mapping[str, float], run: str) -> bool:
-    """Whether a run is among the best third of those that have reached a rung, by their losses."""
+    """Whether a run's loss is among the best third of the runs that have reached a rung."""
     return reached[run] < MAX and sorted(reached.values()).index(reached[run]) < math.ceil(len(reached) / ETA)
 
 
@@ -330,7 +330,7 @@ def _requested(request: Request, trial: Trial) -> Request:
 
 
 def _words(request: Request) -> tuple[str, ...]:
-    """Return the options of a request as words of a command line, but for its name."""
+    """Return the options of a request, except its name, as command-line words."""
     words: list[str] = []
     for option in OPTIONS.values():
         value = getattr(request, option.name)

@@ -1,1 +1,1 @@
-"""The operating system: files, processes, memory, namespaces, signals. Knows nothing about runs."""
+"""Operating-system utilities: files, processes, memory, ports, messages. Independent of runs."""

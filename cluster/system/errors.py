@@ -1,4 +1,4 @@
-"""Errors that users see: the value, what was expected, what to do next; and the exit code they end with.
+"""User-facing errors and exit codes. A message has the invalid value, the expected one, and what to do next.
 
 Exit codes are the same everywhere: 0 done, 1 the run failed, 2 wrong usage, 3 a prerequisite is missing, 4 timed out,
 129 the terminal was closed, 130 interrupted, 141 the output is not read.
@@ -18,15 +18,15 @@ EXIT_USAGE = 2
 EXIT_PREREQUISITE = 3
 EXIT_TIMEOUT = 4
 EXIT_HUNG_UP = 129
-"""The code of any program that SIGHUP ends; the run continues."""
+"""The code of a program that is ended by SIGHUP; the run continues."""
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
-"""The code of any program that SIGPIPE ends, as `| head` does."""
+"""The code of a program that is ended by SIGPIPE, for instance by `| head`."""
 
 EXIT_BUG = 70
-"""Between a program and its agent: an unknown error (EX_SOFTWARE of sysexits.h), after which the agent tries again."""
+"""A program's code for its agent: an unknown error (EX_SOFTWARE of sysexits.h), to be retried."""
 EXIT_PEER_LOST = 75
-"""Between a program and its agent: it ended because another task did (EX_TEMPFAIL of sysexits.h), try again."""
+"""A program's code for its agent: another task was lost (EX_TEMPFAIL of sysexits.h), to be retried."""
 
 
 class ClusterError(Exception):
@@ -36,29 +36,29 @@ class ClusterError(Exception):
 
 
 class RunFailed(ClusterError):
-    """The run itself failed: a task died for good, the loss was NaN, the disk was full."""
+    """The run itself failed: for instance, a task kept failing, the loss was NaN or the disk was full."""
 
 
 class UsageError(ClusterError):
-    """The request cannot be carried out as it stands. Nothing was started."""
+    """The request is invalid. Nothing was started."""
 
     exit_code = EXIT_USAGE
 
 
 class PrerequisiteError(ClusterError):
-    """Something this machine must have is missing; the message says how to get it."""
+    """This machine lacks a prerequisite; the message says how to provide it."""
 
     exit_code = EXIT_PREREQUISITE
 
 
 class TimedOut(ClusterError):
-    """Something bounded took longer than its bound; the message names it."""
+    """An operation exceeded its timeout; the message names both."""
 
     exit_code = EXIT_TIMEOUT
 
 
 def reports_errors(program: Callable[P, int]) -> Callable[P, int]:
-    """Decorator for a program that returns its exit code: a `ClusterError` is reported in one line with its code."""
+    """Decorator for a program that returns an exit code: prints a `ClusterError` in one line and returns its code."""
 
     @functools.wraps(program)
     def wrapped(*arguments: P.args, **options: P.kwargs) -> int:
@@ -72,7 +72,7 @@ def reports_errors(program: Callable[P, int]) -> Callable[P, int]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the known name nearest to `name`, or the whole list where none is near."""
+    """Return "; did you mean 'x'?" with the known name that is closest to `name`, or list all if none is close."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"

@@ -1,12 +1,12 @@
-"""Files and folders: opening them without following links, and their hashes.
+"""Files and folders: opening them without following links, their hashes, locks and scratch folders.
 
-Tasks can write in the folder of their run, so a task could put a link there and wait for somebody, perhaps root, to
-follow it. Below a guarded folder nothing in this module follows a link, not even in the middle of a path, and nothing
-but regular files is opened. Each part of a path is opened relative to the one before, so that none can be swapped
+Tasks can write to the folder of their run, so a task could put a link there and wait for another user, perhaps root, to
+follow it. Below a guarded folder no function of this module follows a link, not even in the middle of a path, or opens
+anything but regular files. Each part of a path is opened relative to the previous part, so that none can be swapped
 between a check and its use.
 
-A scratch folder disappears with the process that made it, also after SIGKILL: the process keeps it locked, and the next
-process that needs one removes folders that nobody has locked.
+A scratch folder is removed even if its process is killed by SIGKILL: the process keeps it locked, and the next process
+that needs a scratch folder removes those that are unlocked.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from typing import IO
 LOCK_TIMEOUT_S = 5.0
 LOCK_POLL_S = 0.01
 STALE_READS = 20
-"""How often to open a file again that another host has replaced."""
+"""Number of attempts to open a file that another host keeps replacing."""
 STALE_POLL_S = 0.01
 
 _guarded: set[str] = set()
 
 
 class LinkError(OSError):
-    """A link, or something else that is not a regular file, lies where a run has a file."""
+    """A path in a run folder is a link, or something else that is not a regular file."""
 
 
 def guard(folder: Path) -> None:
-    """Follow no link below this folder from now on; the folder itself may be one."""
+    """From now on, follow no links below this folder; the folder itself may be a link."""
     _guarded.add(str(folder))
 
 
@@ -50,10 +50,10 @@ class Folder:
     guarded: bool
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """Open an entry, with this mode if it is created, and return its descriptor.
+        """Open an entry and return its descriptor; `mode` is for an entry that is created.
 
         Raises:
-            OSError: it cannot be opened, or the folder is guarded and it is a link or not what the flags ask for.
+            OSError: the entry cannot be opened, or it is a link or of the wrong type in a guarded folder.
         """
         if self.guarded:
             if name == "..":
@@ -71,11 +71,11 @@ class Folder:
         return descriptor
 
     def rename(self, name: str, to: str) -> None:
-        """Rename an entry, replacing what has the new name."""
+        """Rename an entry, replacing any entry with the new name."""
         os.replace(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def link(self, name: str, to: str) -> None:
-        """Give an entry a second name, or raise FileExistsError: of several callers one succeeds, also on NFS."""
+        """Create a hard link to an entry, or raise FileExistsError. Of several callers one succeeds, even on NFS."""
         os.link(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
@@ -97,10 +97,10 @@ class Folder:
 
 @contextlib.contextmanager
 def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
-    """Open a folder; `make` creates it and those above it first, but no guarded one: what was deleted stays so.
+    """Context manager that opens a folder; `make` creates it and its parents, but not a guarded folder itself.
 
     Raises:
-        OSError: it cannot be opened, or a link is on the way to it below a guarded folder.
+        OSError: the folder cannot be opened, or its path has a link below a guarded folder.
     """
     root = next((folder for folder in reversed((path / "file").parents) if str(folder) in _guarded), None)
     base = root or path
@@ -121,20 +121,19 @@ def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
 
 
 def open_file(path: Path, mode: str) -> IO[bytes]:
-    """Open a regular file in a binary mode, as the built-in `open` does.
+    """Open a regular file in a binary mode, like the built-in `open`.
 
     Raises:
-        OSError: it cannot be opened, or lies behind a link in a guarded folder.
+        OSError: the file cannot be opened, or its path has a link below a guarded folder.
     """
     with open_folder(path.parent) as folder:
         return open(path, mode, opener=lambda _, flags: folder.open(path.name, flags))
 
 
 def read_start(path: Path, limit: int) -> bytes:
-    """Return the first bytes of a file that others may replace.
+    """Return the first `limit` bytes of a file that other processes may replace.
 
-    On a shared file system the one that was opened may be gone before it is read (ESTALE). Then the one that took its
-    place is read.
+    On a shared file system an opened file may be gone before it is read (ESTALE). Then its replacement is read.
     """
     for _ in range(STALE_READS):
         try:
@@ -149,7 +148,7 @@ def read_start(path: Path, limit: int) -> bytes:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and those above it, unless they exist."""
+    """Create a folder and its parents, unless they exist."""
     with open_folder(path, make=True):
         pass
 
@@ -161,13 +160,13 @@ def remove(path: Path) -> None:
 
 
 def rename(path: Path, name: str) -> None:
-    """Rename a file within its folder, replacing what has the new name."""
+    """Rename a file within its folder, replacing any file with the new name."""
     with open_folder(path.parent) as folder:
         folder.rename(path.name, name)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file: a reader sees the previous text or this one."""
+    """Replace a text file atomically: a reader sees the previous text or the new one."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open_file(scratch, "wb") as file:
@@ -188,10 +187,10 @@ def sync(path: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Check a folder for programs that do follow links: there must be none on the way to it, nor anywhere in it.
+    """Check that neither the path of a folder nor the folder has links, for programs that would follow them.
 
     Raises:
-        OSError: there is one, or something that is neither a file nor a folder.
+        OSError: there is a link, or an entry that is neither a file nor a folder.
     """
     if not os.path.lexists(folder):
         return
@@ -204,7 +203,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def make_readable(folder: Path) -> None:
-    """Make a folder of ours and all in it readable for every user: containers run as another one."""
+    """Make this user's folder and all its entries readable for every user, as containers run as another user."""
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent), *(Path(parent, name) for name in (*folders, *files))):
             mode = path.lstat().st_mode
@@ -248,7 +247,7 @@ PREFIX = "tf-cluster-tmp-"
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Create a folder in the temporary folder, and remove it at the end. Forks keep it locked as well."""
+    """Context manager that creates a scratch folder and removes it at the end. Forks keep it locked as well."""
     remove_abandoned()
     path, descriptor = _create()
     try:
@@ -259,7 +258,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of processes that were killed."""
+    """Remove the scratch folders of processes that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -281,6 +280,6 @@ def _create() -> tuple[Path, int]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder if its owner is killed
+    with contextlib.suppress(OSError):  # no locks on this file system: the folder remains if its owner is killed
         return lock(descriptor, 0.0)
     return True

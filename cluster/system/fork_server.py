@@ -1,9 +1,9 @@
-"""Starts Python processes by forking this one, with everything that it has imported.
+"""Starts Python processes by forking this process, including all modules that it has imported.
 
-Most of the time and memory that a task's program needs to start goes into importing TensorFlow. So it is imported once:
-by the supervisor of local tasks, from which agents are forked and programs from these; elsewhere by each agent. A fork
-takes a hundredth of a second and shares all memory that is not written to. A process that forks must not have used
-TensorFlow: its threads would be missing in the child.
+Importing TensorFlow takes most of the time and memory of a program's start. So it is imported once: by the supervisor
+of local tasks, which forks the agents, which fork their programs; elsewhere by each agent. A fork takes a hundredth of
+a second and shares all memory that is not written to. A process that forks must not have used TensorFlow, whose threads
+would be missing in the child.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _preloaded = False
 
 
 def preload(module: str, *arguments: object) -> None:
-    """Call `load` of a module, which imports what others need. From then on `start` forks Python processes."""
-    global _preloaded  # noqa: PLW0603  # it is a fact about this process
+    """Call `load` of a module, which imports the modules of future forks. From then on `start` forks processes."""
+    global _preloaded  # noqa: PLW0603  # a property of this process
     importlib.import_module(module).load(*arguments)
     _preloaded = True
 
@@ -44,8 +44,8 @@ def start(command: list[str], *, fork: bool = False, **how: Any) -> subprocess.P
 
     Args:
         command: such as `[sys.executable, "-m", "train", "--run-dir", "runs/a"]`.
-        fork: fork this process without `preload` as well, because it has imported what the command needs.
-        how: options of `subprocess.Popen`; a forked process takes those of `ForkedProcess`.
+        fork: fork even without `preload`, because this process has imported the command's modules.
+        how: options of `subprocess.Popen`; for a fork, only those of `ForkedProcess`.
     """
     if (fork or _preloaded) and command[0] == sys.executable and command[1] in _RUN:
         return ForkedProcess(command, **how)
@@ -53,10 +53,10 @@ def start(command: list[str], *, fork: bool = False, **how: Any) -> subprocess.P
 
 
 class ForkedProcess:
-    """A fork of this process that runs other Python code. Its parent uses it like a `subprocess.Popen`."""
+    """A fork of this process that runs other Python code, with the interface of `subprocess.Popen`."""
 
     stdout: IO[bytes] | None = None
-    """Its output, if that is a pipe."""
+    """The child's output, if it is a pipe."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ForkedProcess:
         if self.pid == 0:
             try:
                 preexec_fn()
-                if os.getppid() != parent:  # it died before `preexec_fn` ran
+                if os.getppid() != parent:  # the parent died before `preexec_fn` ran
                     os._exit(128 + signal.SIGKILL)
                 if start_new_session:
                     os.setsid()
@@ -107,14 +107,14 @@ class ForkedProcess:
             finally:
                 os._exit(1)
         if process_group is not None:
-            with contextlib.suppress(OSError):  # the child does it too, whichever comes first
+            with contextlib.suppress(OSError):  # the child does it, too: either may be first
                 os.setpgid(self.pid, process_group)
         os.close(null)
         if stdout == subprocess.PIPE:
             os.close(written)
 
     def poll(self) -> int | None:
-        """Return the code that it ended with, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -122,11 +122,11 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the code that it ended with; raise TimeoutExpired if it still runs."""
+        """Return the exit code, negative for a signal; raise TimeoutExpired if the process still runs."""
         return processes.wait(self, timeout)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it unless it has ended."""
+        """Send a signal to the process unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -138,8 +138,8 @@ def _reset_handlers() -> None:
 
 
 def _set_files(streams: tuple[int, int, int], others: tuple[int, ...]) -> None:
-    """Make these standard input, output and error, keep some other files open and close the rest."""
-    for number, stream in enumerate([os.dup(stream) for stream in streams]):  # one may have the number of another
+    """Set standard input, output and error, keep the descriptors `others` open, and close all others."""
+    for number, stream in enumerate([os.dup(stream) for stream in streams]):  # their numbers may overlap with 0 to 2
         os.dup2(stream, number)
     low = 3
     for kept in sorted(others):
@@ -149,13 +149,13 @@ def _set_files(streams: tuple[int, int, int], others: tuple[int, ...]) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
     # The parent's objects may hold a lock. `closefd` keeps an object that is collected from closing the file.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    # By lines: a log shows each of them at once, and a kill loses none.
+    # Line-buffered, so that a line is logged immediately and not lost in a kill.
     by_lines: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1, "closefd": False}
     sys.stdout, sys.stderr = open(1, "w", **by_lines), open(2, "w", **by_lines)  # noqa: SIM115
 
 
 def _run(command: list[str]) -> NoReturn:
-    """Do what Python does with these arguments, then exit."""
+    """Run Python's command line in this process, then exit."""
     code = 1
     try:
         _RUN[command[1]](command[2:])

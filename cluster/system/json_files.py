@@ -1,7 +1,7 @@
-"""JSON files, which are not trusted when they are read.
+"""JSON files, whose content is not trusted.
 
-A file with one value is replaced or created whole, so that a reader never sees half of it. Several processes append to
-a JSON Lines file, which is read as it grows; damaged lines are skipped.
+A file with one value is replaced or created atomically, so that a reader never sees a part of it. A JSON Lines file is
+appended to by several processes and read as it grows; damaged lines are skipped.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ RESERVE = "control/reserve"
 RESERVE_BYTES = 256 * 1024
 
 RECORD_BYTES = 2**24
-"""The largest record that is read: `compose.json` of the largest cluster has a third of that."""
+"""The largest record that is read, three times the `compose.json` of the largest cluster."""
 MAX_DEPTH = 40
-"""How deeply a record may be nested."""
+"""Limit of a record's nesting."""
 MAX_WARNINGS = 1000
 
 T = TypeVar("T")
 
 REQUIRED: Any = object()
-"""The default of a file that has to exist."""
+"""Marks a file without a default, which must exist."""
 _LOG = logging.getLogger("cluster")
 _warned: set[str] = set()
 
 
 class DamagedError(RunFailed, ValueError):
-    """A file of a run that holds no readable value."""
+    """A file of a run has no valid value."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path} is damaged: {why}; restore it, or remove it")
@@ -51,10 +51,10 @@ UNREADABLE = (ValueError, LinkError, PermissionError, IsADirectoryError, NotADir
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Replace a JSON file atomically: a reader sees the previous value or this one, also after a crash.
+    """Replace a JSON file atomically: a reader sees the previous value or the new one, even after a crash.
 
-    Unless it is `durable`, it is not flushed to the disk, so that a power failure may bring back the previous value or
-    leave the file empty; meant for what is written every second.
+    Without `durable`, the file is not flushed to the disk, so a power failure may restore the previous value or leave
+    the file empty; meant for files that are written every second.
     """
     with open_folder(path.parent, make=True) as folder:
         with _scratch(folder, path.name, value, durable=durable) as scratch:
@@ -68,8 +68,8 @@ def create_json(
 ) -> bool:
     """Create a JSON file atomically unless it exists; return whether this call created it.
 
-    A file that holds no valid value, such as one that a power failure left empty, does not count: exactly one caller
-    replaces it. `check` raises ValueError if a value is not valid; `mode` is that before the umask.
+    An existing file without a valid value, such as an empty one after a power failure, does not count: exactly one
+    caller replaces it. `check` raises ValueError for an invalid value; `mode` is the file's mode before the umask.
     """
     with open_folder(path.parent, make=True) as folder, _scratch(folder, path.name, value, mode=mode) as scratch:
         try:
@@ -82,7 +82,7 @@ def create_json(
 
 
 def _replace_damaged(folder: Folder, name: str, scratch: str, check: Callable[[Any], object]) -> bool:
-    """Replace a damaged file by the scratch file; return whether this call did. Checks again under a lock."""
+    """Replace a damaged file by the scratch file, after another check under a lock; return whether this call did."""
     path = folder.path / name
     if _is_valid(path, check):
         return False
@@ -113,9 +113,9 @@ def _is_valid(path: Path, check: Callable[[Any], object]) -> bool:
 
 @contextlib.contextmanager
 def _scratch(folder: Folder, name: str, value: Any, *, durable: bool = True, mode: int = 0o666) -> Iterator[str]:
-    """Write a value to a scratch file in the same folder. On a full disk, give up the run folder's reserve first.
+    """Context manager that writes a value to a scratch file in the folder; on a full disk, it frees the run's reserve.
 
-    The name is random: containers that share the folder have the same process ids.
+    The name is random, since containers that share the folder may have the same process ids.
     """
     data = (json.dumps(value, indent=2) + "\n").encode()
     scratch = f".{name}.{os.urandom(8).hex()}"
@@ -150,18 +150,18 @@ def read_json(
 ) -> Any:
     """Return a JSON file's checked value, or `default` if it does not exist.
 
-    The content is not trusted. A file without a value, such as an empty one after a power failure, counts as one that
-    does not exist yet: the default is returned, and a warning is logged once.
+    The content is not trusted. A file without a valid value, such as an empty one after a power failure, counts as
+    missing: the default is returned, and a warning is logged once.
 
     Args:
         path: the file.
-        default: returned for a file that does not exist; without a default, it has to exist.
-        check: returns the checked value, or raises ValueError if it is not valid.
-        limit: the largest file that is read, in bytes.
+        default: returned for a missing file; without a default, the file must exist.
+        check: returns the checked value, or raises ValueError if it is invalid.
+        limit: the size limit of the file, in bytes.
 
     Raises:
-        FileNotFoundError: the file does not exist and no default is given.
-        DamagedError: it holds no valid value or is not a regular file, and no default is given.
+        FileNotFoundError: the file does not exist, and there is no default.
+        DamagedError: the file has no valid value or is not a regular file, and there is no default.
     """
     try:
         return check(parse_json(read_start(path, limit + 1), limit))
@@ -178,7 +178,7 @@ def read_json(
 
 
 def parse_json(text: bytes, limit: int = RECORD_BYTES) -> Any:
-    """Return the value of a JSON text that is not trusted; raise ValueError if it is invalid, or nested too deeply."""
+    """Parse an untrusted JSON text; raise ValueError if it is invalid, too long or nested too deeply."""
     if not text.strip():
         raise ValueError("it is empty")
     if len(text) > limit:
@@ -213,20 +213,20 @@ def warn_once(damaged: DamagedError) -> None:
 
 
 LINE_BYTES = 2**18
-"""The longest line that is read whole; a longer one is split."""
+"""The longest line; a longer one is split."""
 NEWEST_BYTES = 2**28
-"""How much of the end of a file is read."""
+"""How many bytes at the end of a file `read_json_lines` reads."""
 KEPT_BYTES = 2**24
-"""How much of the end of a file is read and kept in memory."""
+"""How many bytes at the end of a file a `Journal` reads and keeps in memory."""
 LOCK_TIMEOUT_S = 2.0
-"""After this long a line is written without the lock: two lines that mix are better than a training that waits."""
+"""After this timeout a line is written without the lock: mixed lines are better than a blocked training."""
 
 
 def append_json(path: Path, value: Any) -> None:
     """Append a line to a JSON Lines file, without flushing it to the disk.
 
-    If an interrupted writer left part of a line, this one begins on a new line. Raises OSError if not all can be
-    written.
+    If an interrupted writer left part of a line, a line break is added first. Raises OSError if the line cannot be
+    written completely.
     """
     line = (json.dumps(value) + "\n").encode()
     with open_file(path, "a+b") as file:
@@ -240,7 +240,7 @@ def append_json(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON Lines file, including a last line without end; damaged lines are skipped."""
+    """Yield the objects of a JSON Lines file, including an unfinished last line; damaged lines are skipped."""
     try:
         with open_file(path, "rb") as file:
             _to_newest(file, NEWEST_BYTES)
@@ -254,10 +254,10 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Journal(Generic[T]):
-    """A growing JSON Lines file. Each read continues where the previous one stopped. Threads may share it."""
+    """Reads a growing JSON Lines file. Each read continues where the previous one stopped. Thread-safe."""
 
     def __init__(self, path: Path, check: Callable[[Any], T]) -> None:
-        """Begin before the first line of a file, which need not exist yet; `check` raises ValueError to skip a line."""
+        """Prepare to read a file, which need not exist yet; `check` raises ValueError to skip a line."""
         self._path, self._check = path, check
         self._lock = threading.Lock()
         self._reset()
@@ -290,7 +290,7 @@ class Journal(Generic[T]):
         file.seek(self._offset)
         for line in iter(lambda: file.readline(LINE_BYTES), b""):
             if not line.endswith(b"\n") and len(line) < LINE_BYTES:
-                break  # its writer has not finished; if it never does, the next one begins a new line
+                break  # an unfinished line; if its writer has died, the next writer ends it
             self._offset += len(line)
             if (value := _parsed(line)) is not None:
                 with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""What this process has imported and inherited: whether a process that begins now would differ from it."""
+"""The imported files and inherited properties of this process, to detect whether a new process would differ."""
 
 import contextlib
 import hashlib
@@ -13,17 +13,17 @@ INHERITED = (
     *("Umask:", "Uid:", "Gid:", "Groups:", "SigBlk:", "SigIgn:", "Cap", "NoNewPrivs:", "Seccomp:"),
     *("Cpus_allowed:", "Mems_allowed:"),
 )
-"""What `/proc/self/status` says of what a process has from its parent."""
+"""The fields of `/proc/self/status` that a process inherits from its parent."""
 MODULES, SETTINGS = (*importlib.machinery.all_suffixes(), ".dist-info"), (".pth", ".egg-link")
-"""The ends of what importing looks for in a folder of `sys.path`, and of files there that change this path."""
+"""Suffixes of importable entries in a folder of `sys.path`, and of files there that change this path."""
 SETTLED_S = 2.0
-"""No file system's times are coarser. A file that changed later could change again and keep its `_state`."""
+"""The coarsest timestamps of any file system. A file that changed later could change again with the same `_state`."""
 
 State = tuple[int, ...]
 
 
 def circumstances() -> list[str]:
-    """Describe this process: all that it has from its parent besides its variables, and its Python."""
+    """Describe the inherited properties of this process, except its environment, and its version of Python."""
     proc = Path("/proc/self")
     lines = [line for line in (proc / "status").read_text().splitlines() if line.startswith(INHERITED)]
     texts = [(proc / name).read_text() for name in ("limits", "cgroup", "oom_score_adj")]
@@ -44,17 +44,17 @@ def sha256_of(paths: Sequence[Path]) -> str:
 
 
 class Loaded:
-    """What this process has imported, as it was on the disk.
+    """The state of the files that this process has imported.
 
     Attributes:
-        certain: whether it is certain what was imported. It is not where a file changed shortly before, or since.
+        certain: whether the state is that of the import: no file has changed shortly before it, or since.
     """
 
     def __init__(self, own: Sequence[Path], before: str, began: float) -> None:
-        """Note what was imported after `began`, in seconds since the epoch.
+        """Record the state of the imports since `began`, in seconds since the epoch.
 
-        Files below `own` are compared by content, any others by what changes with it; `before` is the `sha256_of(own)`
-        at that time.
+        Files below `own` are compared by content, any others by their metadata; `before` is the `sha256_of(own)` at
+        that time.
         """
         self._own, self._before = own, before
         self._names = {name.partition(".")[0] for name in sys.modules}
@@ -65,13 +65,13 @@ class Loaded:
         self.certain = settled and self.is_current()
 
     def is_current(self) -> bool:
-        """Whether a process that begins now would import the same."""
+        """Whether a new process would import the same files."""
         return self._look() == self._seen and sha256_of(self._own) == self._before
 
     def _look(self) -> dict[str, State]:
-        """Return the state of each file that was imported, and of what modules are found by.
+        """Return the state of each imported file, and of the entries in `sys.path` that decide which modules are found.
 
-        A new module may come before the one that was imported.
+        A new entry may take precedence over an imported module.
         """
         found = {path: _state(path) for path in self._files}
         for folder in sys.path:
@@ -89,7 +89,7 @@ def _is_package(folder: str) -> bool:
 
 
 def _imported() -> Iterator[str]:
-    """Yield the files of all modules, without waking those that import themselves once they are used."""
+    """Yield the files of all modules, without triggering the import of lazy modules."""
     for module in [*sys.modules.values()]:
         if isinstance(module, ModuleType):
             file = ModuleType.__getattribute__(module, "__dict__").get("__file__")
@@ -98,7 +98,7 @@ def _imported() -> Iterator[str]:
 
 
 def _mapped() -> Iterator[str]:
-    """Yield the files of Python itself and of all libraries."""
+    """Yield the executable and the libraries that are mapped into this process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, access, _, _, _, *path = line.split(maxsplit=5)
         if "x" in access and path and path[0].startswith("/"):
@@ -106,7 +106,7 @@ def _mapped() -> Iterator[str]:
 
 
 def _state(path: str) -> State:
-    """Return the values that change with a file's content; the last is the time of a change, which nobody can set."""
+    """Return metadata that changes with a file's content; the last value is its ctime, which cannot be set."""
     try:
         status = os.stat(path)  # noqa: PTH116  # of thousands of files
     except OSError:

@@ -1,4 +1,4 @@
-"""Memory of this machine and of the container around this process, and which processes the kernel killed for it."""
+"""The memory of this machine and of this process's container, and the kernel's out-of-memory kills."""
 
 import contextlib
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup")
 PRESSURE = Path("/proc/pressure/memory")
 SHORT_BYTES, SHORT_WAITS = 2**30, 5.0
-"""When memory is short: bytes that are left, or per cent of the last ten seconds in which something waited for it."""
+"""Thresholds of short memory: available bytes, or per cent of the last ten seconds in which a process waited for it."""
 KERNEL_LOG = Path("/dev/kmsg")
 FIRST_NAMESPACE = 0xEFFFFFFC
-"""The inode of the machine's own process ids (PROC_PID_INIT_INO), which are those in the kernel's log."""
+"""The inode of the machine's initial PID namespace (PROC_PID_INIT_INO), whose ids are in the kernel's log."""
 LOG_RECORD_BYTES = 8192
-"""The kernel refuses to copy a log record to a smaller buffer."""
+"""The buffer size for a log record; the kernel refuses a smaller one."""
 
 _KILLED = re.compile(r"\d+,\d+,(?P<microseconds>\d+),.*[Oo]ut of memory: Killed process (?P<pid>\d+) ")
 
@@ -30,7 +30,7 @@ def available_bytes() -> int:
 
 
 def used_bytes(pid: int) -> int:
-    """Return the memory of a process, with what it shares with others; 0 once it has ended."""
+    """Return the resident memory of a process, including shared memory; 0 once the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -49,14 +49,14 @@ def limit_bytes() -> int:
 
 
 def headroom_bytes() -> int:
-    """Return how much of the limit is unused. The kernel's cache of files counts as unused."""
+    """Return the unused part of the memory limit, in bytes. Inactive page cache counts as unused."""
     used = _cgroup("memory.current", "memory/memory.usage_in_bytes").strip()
     cached = _counter(_cgroup("memory.stat", "memory/memory.stat"), "inactive_file")
     return limit_bytes() - (int(used) if used.isdecimal() else 0) + cached
 
 
 def is_short() -> bool:
-    """Whether less than a gibibyte is left, or processes have waited for memory for a twentieth of the last seconds."""
+    """Whether memory is short, by `SHORT_BYTES` or `SHORT_WAITS`."""
     pressure = _cgroup("memory.pressure", str(PRESSURE))
     waits = re.search(r"some avg10=([0-9.]+)", pressure)
     left = min(available_bytes(), headroom_bytes())
@@ -69,7 +69,7 @@ def kills() -> int:
 
 
 def _cgroup(v2: str, v1: str) -> str:
-    """Return the text of a file of cgroup v2, otherwise of v1; empty if there is neither."""
+    """Return the text of a cgroup file, by its name in v2 or v1; empty if neither exists."""
     for name in (v2, v1):
         with contextlib.suppress(OSError):
             return (CGROUP / name).read_text()
@@ -82,10 +82,10 @@ def _counter(text: str, name: str) -> int:
 
 
 def in_kernel_log(pid: int, since_s: float) -> bool:
-    """Return whether the kernel's log, where this process may read it, says that a process was killed for memory.
+    """Return whether the kernel's log reports that a process was killed for memory; False if it is unreadable.
 
     Args:
-        pid: of a process of this machine.
+        pid: the id of a process of this machine.
         since_s: seconds since boot; an earlier record is about another process with the same id.
     """
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Numbers and errors in words, the same in every message, and text without control characters."""
+"""Formatting of numbers, paths and errors in messages, and escaping of control characters."""
 
 import os
 import traceback
@@ -8,13 +8,13 @@ from pathlib import Path
 from cluster.system.paths import ROOT
 
 COMMAND = os.environ.get("INVOKED_AS") or "invoke"
-"""The command that messages name; see `cluster/launcher.py`."""
+"""The name of the command in messages; see `cluster/launcher.py`."""
 NOISE = (b"oneDNN custom operations are on.", b"All log messages before absl::InitializeLog() is called")
-"""Parts of lines that TensorFlow prints at every log level; the manifest has the settings that they are about."""
+"""Parts of uninformative lines that TensorFlow prints at every log level."""
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `1 task`, `2 tasks`: the noun is regular."""
+    """Return a number with a regular noun, such as `1 task` or `2 tasks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -31,12 +31,12 @@ def size(num_bytes: float) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return a path as short as it can be written from the current folder."""
+    """Return a path relative to the current folder if it is below it, otherwise unchanged."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text without its middle if it is longer than `most`: an error's advice stands at the end."""
+    """Cut the middle out of a text that is longer than `most`, since the advice of an error is at its end."""
     if len(text) <= most:
         return text
     tail = most * 3 // 5
@@ -50,18 +50,18 @@ def last_output_line(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Return a line with everything that could steer a terminal, or pass for another line, written as `\x1b`."""
+    r"""Escape the characters of a line that could control a terminal, or look like a line break, such as `\x1b`."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def described(error: BaseException) -> str:
-    """Return an error of the user's own code in one line, with the place that it came from."""
+    """Describe an error of the user's code in one line, with the place where it was raised."""
     if isinstance(error, SystemExit):
         what = f"it ends the program with sys.exit({error.code!r:.80})"
     else:
         try:
             said = str(error)
-        except Exception:  # whatever their class does
+        except Exception:  # of the user's `__str__`
             said = "it cannot be shown"
         what = f"{type(error).__name__}: {' '.join(said.split())}"
     ours = (" (<frozen", *(f" ({ROOT / package}{os.sep}" for package in ("cluster", "train")))
@@ -72,6 +72,6 @@ def described(error: BaseException) -> str:
 
 
 def system_error(error: OSError) -> str:
-    """Describe an error of the system with its file."""
+    """Describe an error of the operating system with its file."""
     about = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     return plain(f"{' and '.join(about) or 'the system'}: {error.strerror or str(error) or type(error).__name__}")

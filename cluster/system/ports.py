@@ -8,15 +8,15 @@ from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import counted
 
 PORTS = range(20000, 32000)
-"""Below the ports that Linux gives to outgoing connections, which could take a chosen one before its task does."""
+"""The range for tasks, below Linux's ephemeral ports: an outgoing connection could take one of these first."""
 BACKLOG = 1024
-"""The most connections that wait to be accepted."""
+"""Limit of connections that wait to be accepted."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1", first: int | None = None) -> tuple[int, ...]:
-    """Return ports of an address of this machine on which nothing listens; raise PrerequisiteError for too few.
+    """Return free ports of an address of this machine; raise PrerequisiteError if there are too few.
 
-    Programs that look at once begin in different places: at `first`, or by default at their process's own.
+    The search begins at the offset `first`, by default derived from the process id, so that concurrent searches differ.
     """
     start = os.getpid() * 37 if first is None else first
     ports: list[int] = []
@@ -36,7 +36,7 @@ def free_ports(count: int, host: str = "127.0.0.1", first: int | None = None) ->
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address; raise OSError if it is in use, or not this machine's."""
+    """Return a socket that listens on an address; raise OSError if it is in use or not an address of this machine."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Operating-system processes: run one, wait for it, describe how it ended, recognize it by its record, end them all."""
+"""Operating-system processes: starting, waiting, describing exit codes, identifying recorded processes, ending."""
 
 import contextlib
 import ctypes
@@ -19,9 +19,9 @@ POLL_S = 0.02
 """Interval for polling a child if the kernel offers no descriptor to wait on."""
 
 LOOK_S = 0.5
-"""How often to look whether a process is stopped."""
+"""How often to check whether a process is stopped."""
 AWAY_S = 4.0
-"""A longer time between two looks means that this process was stopped itself."""
+"""A longer time between two checks means that this process was stopped itself."""
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -40,13 +40,13 @@ TIMED_OUT = 124
 
 
 def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path | None = None) -> tuple[int, str, str]:
-    """Run a program that may be missing, forbidden or hang; it and what it started are killed after `timeout_s`.
+    """Run a program that may be missing, forbidden or hang; kill it and its process group after `timeout_s`.
 
-    `name` stands for it in the message about a timeout; its working folder is by default the caller's.
+    `name` is its name in the message about a timeout; `cwd` is by default the caller's folder.
 
     Returns:
-        Its exit code, stdout and stderr. If it could not be run or did not end, the code is that of a shell (127, 126
-        or `TIMED_OUT`) and stderr says why.
+        The exit code, stdout and stderr. If the program could not be run or did not end, the code is that of a shell
+        (127, 126 or `TIMED_OUT`) and stderr has the reason.
     """
     try:
         with subprocess.Popen(
@@ -82,9 +82,9 @@ def start_detached(
     stdin: int = subprocess.DEVNULL,
     output: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in the checkout, in a separate session: no Ctrl-C reaches it, and it may outlive this process.
+    """Start a process in the checkout, in a separate session: it gets no Ctrl-C and may survive this process.
 
-    Without a file for its `output`, that is discarded.
+    Without a file `output`, its output is discarded.
     """
     sink = output or subprocess.DEVNULL
     return subprocess.Popen(
@@ -93,15 +93,15 @@ def start_detached(
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Request that the kernel kills this process when its parent dies, so that a killed agent leaves nothing behind.
+    """Request that the kernel signals this process when its parent dies, so that a killed agent leaves nothing behind.
 
-    For `preexec_fn`: it runs between fork and exec, so it makes only one system call. 0 withdraws the request.
+    For `preexec_fn`: it runs between fork and exec, so it makes only one system call. A `number` of 0 withdraws it.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent ends, daemons too."""
+    """Make this process the parent of every orphaned descendant, including daemons."""
     if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("the kernel does not let this process adopt its descendants' orphans")
 
@@ -127,10 +127,10 @@ class Child(Protocol):
     pid: int
     args: Any
     returncode: int | None
-    """The code that it ended with, once `poll` has seen that."""
+    """The exit code, negative for a signal; None until `poll` has reaped the process."""
 
     def poll(self) -> int | None:
-        """Return the code that it ended with; None while it runs."""
+        """Reap the process and return its exit code; None while it runs."""
 
 
 def has_ended(child: Child) -> bool:
@@ -139,15 +139,15 @@ def has_ended(child: Child) -> bool:
         return True
     try:
         return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # somebody else has reaped it
+    except ChildProcessError:  # it has been reaped elsewhere
         return True
 
 
 def signal_group(child: Child, number: int) -> None:
     """Send a signal to the process group that a child leads, unless the child has been reaped.
 
-    The kernel may give the id of a reaped process to another one, and with it the group. Until then even an ended child
-    keeps its id, so `reap` ends the rest of its group first.
+    The kernel may reuse the id of a reaped process, and so its group's. A child that has ended keeps its id until it is
+    reaped, so `reap` ends the rest of the group first.
     """
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: a setuid program
@@ -155,17 +155,17 @@ def signal_group(child: Child, number: int) -> None:
 
 
 def reap(child: Child) -> int | None:
-    """Return the code that a child ended with, after killing what is left of its process group; None while it runs."""
+    """Return the exit code of a child, after killing the rest of its process group; None while the child runs."""
     if child.returncode is None and has_ended(child):
         signal_group(child, signal.SIGKILL)
     return child.poll() if child.returncode is None else child.returncode
 
 
 def wait(child: Child, timeout_s: float | None = None) -> int:
-    """Reap a child; return the code that it ended with, negative for a signal; raise TimeoutExpired while it runs.
+    """Wait for a child and reap it; return its exit code, negative for a signal; raise TimeoutExpired after a timeout.
 
     Waits on a process descriptor: `subprocess` polls every few milliseconds, and an agent waits for its program all day
-    on the cores that the program trains on.
+    on the cores on which the program trains.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while (code := reap(child)) is None:
@@ -188,7 +188,7 @@ def wait(child: Child, timeout_s: float | None = None) -> int:
 
 
 def stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/<pid>/stat` from the process's state on; empty if it does not exist."""
+    """Return the fields of `/proc/<pid>/stat`, beginning with the state; empty if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -196,9 +196,9 @@ def stat(pid: int) -> list[str]:
 
 
 def stopped_at(pid: int) -> int | None:
-    """Return the processor time, in clock ticks, at which a signal such as SIGSTOP stopped the process.
+    """Return the CPU time of a process that a signal such as SIGSTOP has stopped, in clock ticks; None if it runs.
 
-    None if it runs. Two equal results mean that it did nothing between them, although it may have been continued.
+    Two equal results mean that the process did nothing in between, although it may have been continued.
     """
     fields = stat(pid)
     return int(fields[11]) + int(fields[12]) if fields and fields[0] in "Tt" else None
@@ -213,7 +213,7 @@ class StopTimer:
         self._seconds = 0.0
 
     def look(self, pid: int) -> float:
-        """Return the seconds in which the process was stopped and this process could look."""
+        """Poll the process; return for how many seconds it has been stopped, without gaps in the polling."""
         now = time.monotonic()
         passed_s = now - self._looked_at
         if passed_s >= LOOK_S:
@@ -226,7 +226,7 @@ class StopTimer:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Return whether the process has a handler for a signal: without one, the signal may end it."""
+    """Return whether the process handles a signal, which could end it otherwise."""
     try:
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except OSError:
@@ -235,10 +235,10 @@ def handles(pid: int, number: int) -> bool:
 
 
 def replace_variable(name: str, value: str) -> None:
-    """Change a variable of this process in `/proc`, where it keeps those that it was started with.
+    """Change a variable in this process's initial environment, as shown in `/proc`.
 
     Raises:
-        ValueError: it was started without the variable.
+        ValueError: the process was started without the variable.
     """
     start, end = (int(field) for field in stat(os.getpid())[47:49])  # `env_start` and `env_end` of proc(5)
     before = b"\0" + ctypes.string_at(start, end - start)
@@ -247,13 +247,13 @@ def replace_variable(name: str, value: str) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when the process began, in clock ticks since boot; None if it does not exist or has ended."""
+    """Return the start time of a process, in clock ticks since boot; None if it does not exist or has ended."""
     fields = stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def identity(pid: int) -> dict[str, int | None]:
-    """Return the record of a process for `alive` and `kill`: ids are reused, an id with its process's start is not."""
+    """Return the record of a process for `alive` and `kill`: an id alone may be reused, but not with its start time."""
     return {"pid": pid, "start_ticks": start_ticks(pid)}
 
 
@@ -277,7 +277,7 @@ def kill(recorded: dict[str, int] | None, number: int) -> bool:
             os.kill(recorded["pid"], number)
         return True
     try:
-        if not alive(recorded):  # checked again: the descriptor keeps meaning this process even if its id is reused
+        if not alive(recorded):  # again, now that the descriptor pins the process
             return False
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, number)
@@ -287,7 +287,7 @@ def kill(recorded: dict[str, int] | None, number: int) -> bool:
 
 
 def end(recorded: dict[str, int], timeout_s: float = 5.0) -> bool:
-    """End the recorded process, with SIGKILL where SIGTERM does not; return whether it still ran."""
+    """End the recorded process, by SIGKILL if SIGTERM does not end it in time; return whether it was still running."""
     ended = kill(recorded, signal.SIGTERM)
     if ended and not wait_until(lambda: not alive(recorded), timeout_s):
         kill(recorded, signal.SIGKILL)
@@ -296,7 +296,7 @@ def end(recorded: dict[str, int], timeout_s: float = 5.0) -> bool:
 
 
 class ProcessTable:
-    """The processes of this machine at one moment, except this one."""
+    """A snapshot of all processes of this machine except this one."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
@@ -325,8 +325,8 @@ class ProcessTable:
         return {pid for pid, environment in self._environments.items() if variable in environment}
 
     def kill(self, pid: int) -> None:
-        """Kill one of these processes unless it has ended since; never another that was given its id."""
-        with contextlib.suppress(PermissionError):  # another user's, as a setuid program is
+        """Kill one of these processes unless it has ended since; never another process that reuses its id."""
+        with contextlib.suppress(PermissionError):  # another user's, such as a setuid program
             kill(self._identities.get(pid), signal.SIGKILL)
 
 
@@ -338,10 +338,10 @@ def _environment(pid: int) -> frozenset[bytes]:
 
 
 def kill_all(find: Callable[[ProcessTable], list[int]], what: str, timeout_s: float = 10.0) -> int:
-    """Kill processes until `find` returns none; return how many it returned at first, or raise TimedOut.
+    """Kill processes until `find` returns none; return the number that it returned first, or raise TimedOut.
 
-    It returns their ids in the order in which to kill them. The last is killed once it is the only one, because the
-    others may be recognized by it. `what` says in the error whose they are.
+    `find` returns ids in the order of killing. The last process is killed only once it is the only one, because `find`
+    may need it to identify the others. `what` names the owner of the processes in the error.
     """
     deadline, first = time.monotonic() + timeout_s, None
     while left := find(table := ProcessTable()):
@@ -355,5 +355,5 @@ def kill_all(find: Callable[[ProcessTable], list[int]], what: str, timeout_s: fl
 
 
 def kill_with_environment(name: str, value: str) -> int:
-    """Kill every process that was started with this environment variable, as `kill_all` does; return how many."""
+    """Kill every process that was started with this environment variable, by `kill_all`; return their number."""
     return kill_all(lambda table: sorted(table.with_environment(name, value)), f"{name}={value}")

@@ -1,4 +1,4 @@
-"""Holds back the lines that TensorFlow prints at every log level."""
+"""Suppresses lines that TensorFlow prints at every log level."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from cluster.system.messages import NOISE
 
 @contextlib.contextmanager
 def redirected(targets: Mapping[int, int]) -> Iterator[None]:
-    """Redirect standard output, 1, or error, 2, to other descriptors, for native code, too."""
+    """Context manager that redirects standard output, 1, or error, 2, to other descriptors, even for native code."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -33,7 +33,7 @@ def redirected(targets: Mapping[int, int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def imports() -> Iterator[None]:
-    """Hold back stderr, and print all but the noise at the end."""
+    """Context manager that holds back stderr, and prints all except the noise at the end."""
     with tempfile.TemporaryFile() as held:
         try:
             with redirected({2: held.fileno()}):
@@ -47,6 +47,6 @@ def imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Discard the output of this process, that of native code, too."""
+    """Context manager that discards the output of this process, including that of native code."""
     with Path(os.devnull).open("wb") as nowhere, redirected({1: nowhere.fileno(), 2: nowhere.fileno()}):
         yield

@@ -1,4 +1,4 @@
-"""Lines that fit into the terminal; a file or a program gets them whole."""
+"""Wraps lines to the width of the terminal; lines for a file or a program are not wrapped."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _COMMAND = re.compile(r"`[^`]+`")
 
 
 def terminal_width(descriptor: int = 1) -> int:
-    """Return how many characters fit on a line: the variable COLUMNS, or the width of the terminal on a descriptor."""
+    """Return the width of a line, from the variable COLUMNS or the terminal on a descriptor."""
     with contextlib.suppress(KeyError, ValueError):
         if (width := int(os.environ["COLUMNS"])) > 0:
             return width
@@ -28,7 +28,7 @@ def terminal_width(descriptor: int = 1) -> int:
 
 
 def fit(lines: Iterable[str], width: int | None = None) -> list[str]:
-    """Return lines wrapped between words where they are wider than the terminal; a command in backticks stays whole."""
+    """Wrap lines that are wider than the terminal between words; commands in backticks are not split."""
     width = terminal_width() if width is None else width
     return [part for line in lines for part in ([line] if len(line) <= width else _wrapped(line, width))]
 
@@ -52,16 +52,16 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def print_lines(*lines: str, file: TextIO | None = None) -> None:
-    """Print lines as they fit into the terminal, at once."""
+    """Print lines, wrapped to the terminal, and flush them."""
     print("\n".join(fit(lines)), file=file, flush=True)
 
 
 def print_wait(line: str) -> None:
-    """Print what a command waits for to somebody who watches; a program that reads the output does not get it."""
+    """Print what a command waits for, if stderr is a terminal."""
     if sys.stderr.isatty():
         print(error_text(line), file=sys.stderr, flush=True)
 
 
 def error_text(message: str) -> str:
-    """Return an error's message as it fits into the terminal; a program that reads it gets one line."""
+    """Return an error message, wrapped if stderr is a terminal."""
     return "\n".join(fit(message.splitlines(), terminal_width(2))) if sys.stderr.isatty() else message

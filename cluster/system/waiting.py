@@ -1,4 +1,4 @@
-"""Waiting for a condition: every wait has a bound."""
+"""Waiting for a condition, always with a timeout."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Entry points of tasks that a scheduler starts: of Kubernetes (`pod.py`), Slurm (`slurm.py`) and Swarm (`service.py`).
+"""Entry points of tasks started by a scheduler: Kubernetes (`pod.py`), Slurm (`slurm.py`) or Swarm (`service.py`).
 
-Each finds out which task it is, prepares the run folder, and then runs the agent of `cluster/agent`.
+Each determines its task, prepares the run folder, and then runs the agent of `cluster/agent`.
 """

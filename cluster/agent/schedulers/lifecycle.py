@@ -1,4 +1,4 @@
-"""Continuing a run when a scheduler starts its tasks again, and the exit code for the scheduler."""
+"""Continues a run when a scheduler restarts its tasks, and determines the exit code for the scheduler."""
 
 import contextlib
 import os
@@ -16,13 +16,13 @@ from cluster.system.waiting import wait_until
 
 POLL_S = 0.2
 COPY_S = 0.5
-"""How often a copy of a task looks for a newer one."""
+"""How often a copy of a task checks for a newer one."""
 
 
 def run_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int | None:
-    """Run a task's agent until it ends, and pass on a request to end; return its exit code, negative for a signal.
+    """Run a task's agent until it ends, and forward SIGTERM to it; return its exit code, negative for a signal.
 
-    None: a newer copy of the task has begun elsewhere, the agent was ended, and the run continues without it.
+    Returns None if a newer copy of the task has begun elsewhere: the agent was ended, and the run continues without it.
     """
     agent = subprocess.Popen(command, env=os.environ | copy.environment, preexec_fn=processes.die_with_parent)
     signal.signal(signal.SIGTERM, lambda *_: None if run.outcome or copy.is_superseded else agent.terminate())
@@ -51,7 +51,7 @@ def await_layout(run: RunFolder, timeout_s: float) -> None:
 
 
 def result_code(run: RunFolder) -> int:
-    """Return the exit code by which a controller knows how the run ended, and whether to start the task again."""
+    """Return the exit code that tells a controller how the run ended, and whether to restart the task."""
     outcome = run.outcome
     if outcome is None or outcome.state == OutcomeState.STOPPED:
         return EXIT_INTERRUPTED

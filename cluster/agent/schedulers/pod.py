@@ -5,15 +5,15 @@
 The environment has RUN_DIR and RECORDS_DIR, and TASK or the TF_CONFIG of an operator.
 
 Where `invoke up` starts the tasks, it writes the run folder first and reads the outcome last. In a cluster that starts
-pods from manifests nobody does either. So the chief's pod lays out the folder on the shared volume, from the records
-that the manifests mount at RECORDS_DIR, and a pod's exit code is what its controller goes by:
+pods from manifests, no command does either. So the chief's pod lays out the folder on the shared volume, from the
+records that the manifests mount at RECORDS_DIR, and the exit code tells a pod's controller how to proceed:
 
     0        the run succeeded
-    1 to 4   the run failed, and starting it again would not help
-    130      the run stopped, because a pod was asked to end: every task has saved at the same step; or a newer pod has
-             taken this one's place, of which Kubernetes had lost sight
+    1 to 4   the run failed, and restarting it would not help
+    130      the run stopped because a pod was asked to end, and every task has saved at the same step; or Kubernetes
+             lost contact with this pod and has replaced it with a newer one
 
-A run that stopped continues when its pods start again: the chief's opens it, and the others wait for that.
+A stopped run continues when its pods start again: the chief's pod reopens it, and the others wait for that.
 """
 
 import os
@@ -53,10 +53,10 @@ def main() -> int:
 
 
 def prepare_folder(run: RunFolder, given: Path) -> None:
-    """Lay out the folder of a new run, or open one that stopped; any other is left as it is.
+    """Lay out the folder of a new run, or reopen a stopped run; leave any other run as it is.
 
-    The folder `given` has its `cluster.json`, `config.json` and `started.json`. A run that continues takes the cluster
-    from there, and keeps its configuration.
+    The folder `given` has the run's `cluster.json`, `config.json` and `started.json`. A reopened run takes the cluster
+    from there and keeps its configuration.
     """
     cluster = records.read_record(given / "cluster.json", launch_records.cluster)
     if run.cluster.exists():
@@ -74,7 +74,7 @@ def prepare_folder(run: RunFolder, given: Path) -> None:
 
 
 def _task_of_operator() -> str:
-    """Return the name of the task that an operator's TF_CONFIG is for; it gives none to a chief that is alone."""
+    """Return the name of the task in an operator's TF_CONFIG; without one, the task is a chief that runs alone."""
     text = os.environ.get("TF_CONFIG")
     if not text:
         return Role.CHIEF.value
@@ -83,7 +83,7 @@ def _task_of_operator() -> str:
 
 
 def _replace_tf_config(run: RunFolder, name: str) -> None:
-    """Set TF_CONFIG and TASK as everywhere else: an operator lists the evaluator too, which a strategy waits for."""
+    """Set TASK, and replace an operator's TF_CONFIG, which lists the evaluator: a strategy would wait for it."""
     cluster = run.load_cluster()
     os.environ["TASK"] = name
     os.environ.pop("TF_CONFIG", None)

@@ -1,14 +1,14 @@
-"""The first process of a Swarm's task: one agent for each task, wherever the Swarm has put it.
+"""The first process of a Swarm task: runs the task's agent on the host that the Swarm has chosen.
 
     python -m cluster.agent.schedulers.service [ARGUMENT ...]
 
 The environment has RUN_DIR and TASK; the arguments are the agent's.
 
-A Swarm that loses sight of a host starts its tasks elsewhere, while the first copies may continue: so each copy records
-itself in the run folder, and one that finds another recorded there ends at once, without a message to the others.
+A Swarm that loses contact with a host starts its tasks elsewhere, while the old copies may continue. So each copy
+records itself in the run folder, and a copy that finds a newer one there ends at once, without a message to the others.
 
-A host that is drained asks its tasks to end. Then every task saves at the same step, and exits with code 75, by which
-the Swarm starts it again, the drained host's elsewhere. The chief's opens the run again; the others wait for that.
+A host that is drained asks its tasks to end. Then every task saves at the same step and exits with code 75, so that the
+Swarm restarts it, those of the drained host elsewhere. The chief's agent reopens the run; the others wait for that.
 """
 
 import os
@@ -27,7 +27,7 @@ from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, reports_errors
 
 SECRETS = Path("/run/secrets")
-"""The folder of a Swarm's secrets: a file for each variable, with its value."""
+"""The folder of a Swarm's secrets: one file for each variable, with its value."""
 
 
 @reports_errors
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
 
 
 def await_reopening(run: RunFolder, task: str) -> None:
-    """Wait until a run that stopped to free a host continues, see `lifecycle.await_layout`; not for any other."""
+    """Wait until a run that stopped to free a host is reopened, see `lifecycle.await_layout`; the chief reopens it."""
     if not (run.has_stopped and run.after_stop == AfterStop.REQUEUE):
         return
     if task == Role.CHIEF:

@@ -2,14 +2,14 @@
 
     python -m cluster.agent.schedulers.slurm COMMAND
 
-    task COMMAND ...      run a task of `srun`, whose agent this command starts
+    task COMMAND ...      run a task of `srun`, with COMMAND as its agent
     stop                  the job's time is running out: every task saves and ends
     result                exit with 75 if the job is to be queued again, otherwise with how the run ended
 
-Where the tasks run is known only when the job has its nodes, and again elsewhere after each requeue. So every task
-records the address of its node and a port that is free there, and the chief's makes the cluster of all of them.
+The tasks' nodes are known only once the job has been allocated, and change with each requeue. So every task records the
+address of its node and a free port, and the chief's task assembles the cluster from these records.
 
-In the job of a replacement REPLACED_TASK names the task, of an attempt that continues without it; such a job is never
+A lost task of an elastic run is replaced by a separate job, in which REPLACED_TASK names the task; such a job is never
 queued again.
 """
 
@@ -44,15 +44,15 @@ from cluster.system.waiting import wait_until
 
 POLL_S = 0.1
 LATER_S = 10.0
-"""How much longer the other tasks wait for the chief than it waits for each of them."""
+"""How much longer the other tasks wait for the chief than the chief waits for them."""
 UNSEEN = "does not see the folder of the run; see logs/slurm.log there"
 SCONTROL_S = 30.0
 LOOK_S = 2.0
-"""How often the chief looks for tasks to replace."""
+"""How often the chief checks for tasks to replace."""
 REPLACED_TASK, REPLACED_ATTEMPT = "REPLACED_TASK", "ATTEMPT"
 """The variables of a replacement: which task it is, and the name of the folder of the job's attempt."""
 TIME_LIMIT = "time limit"
-"""The `by` of a stop request because the job's time ends."""
+"""The `by` of a stop request that is due to the job's time limit."""
 
 
 @errors.reports_errors
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _task(run: RunFolder, command: list[str]) -> int:
-    """Be a task of the job: run the agent of one of the run's tasks until it has ended by itself."""
+    """Run the agent of one of the job's tasks until it ends by itself."""
     node = os.environ["SLURMD_NODENAME"]
     if shutil.which(command[0]) is None:
         raise PrerequisiteError(f"{node}: there is no {command[0]} on its PATH")
@@ -81,7 +81,7 @@ def _task(run: RunFolder, command: list[str]) -> int:
         raise PrerequisiteError(f"{node}: {run.path} {state}; set RUNS_DIR to a folder that every node can write")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.EXIT_PEER_LOST))  # until the agent asks for a checkpoint
     if REPLACED_TASK in os.environ and run.outcome:
-        return EXIT_DONE  # it came too late
+        return EXIT_DONE  # the replacement came too late
     cluster, task = _join(run)
     os.environ |= {"TASK": task.name, "STOP_THEN": AfterStop.REQUEUE, "CLUSTER_JSON": str(places(run) / "cluster.json")}
     if config := tf_config.dumps(cluster, task):
@@ -98,14 +98,14 @@ def _task(run: RunFolder, command: list[str]) -> int:
 
 
 def queue_again(run: RunFolder) -> None:
-    """Queue the job again, once: its script may have died with a node, or wait for one."""
+    """Queue the job again, once: its script may have died with a node, or be waiting for a node."""
     with contextlib.suppress(FileExistsError):
         (places(run) / "queued-again").touch(exist_ok=False)
         processes.run(["scontrol", "requeue", places(run).name.partition(".")[0]], SCONTROL_S)
 
 
 def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
-    """Record where this task is; return the cluster of all and which of its tasks this one is."""
+    """Record this task's address; return the complete cluster and this task in it."""
     tasks, replaced = run.load_cluster().tasks, os.environ.get(REPLACED_TASK)
     names = [task.name for task in tasks]
     number = names.index(replaced) if replaced else int(os.environ["SLURM_PROCID"])
@@ -120,20 +120,20 @@ def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
 
 
 def gpus(role: Role, each: str) -> dict[str, str]:
-    """Return the variables by which a task sees the GPUs that Slurm gave it, or none of them."""
+    """Return the variables with which a training task sees the GPUs that Slurm allocated, and any other task none."""
     if not each or role not in (Role.CHIEF, Role.WORKER):
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     return {"GPUS_GIVEN": each, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
 
 def places(run: RunFolder) -> Path:
-    """Return the folder in which the tasks of this attempt of the job record where they are."""
+    """Return the folder in which the tasks of this attempt of the job record their addresses."""
     own = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     return run.control / "slurm" / os.environ.get(REPLACED_ATTEMPT, own)
 
 
 def node_address(node: str) -> str:
-    """Return where other nodes reach a node, as Slurm itself knows it; raise PrerequisiteError if it does not say."""
+    """Return a node's address according to Slurm; raise PrerequisiteError if Slurm reports none."""
     code, printed, complained = processes.run(["scontrol", "--oneliner", "show", "node", node], SCONTROL_S)
     if code or not (found := re.search(r"\bNodeAddr=(\S+)", printed)):
         raise PrerequisiteError(
@@ -143,15 +143,15 @@ def node_address(node: str) -> str:
 
 
 def task_port(host: str, number: int) -> int:
-    """Return a free port of this node for a task; tasks of one job on one node look in different places."""
+    """Return a free port of this node for a task; tasks of one job on one node search different ranges."""
     return free_ports(1, host, int(os.environ["SLURM_JOB_ID"]) * 521 + number * 31)[0]
 
 
 def assemble(run: RunFolder) -> ClusterSpec:
-    """Return the cluster on the places of its tasks, once all have one; a run that was under way continues there.
+    """Return the cluster with the addresses that its tasks record. If the run was under way, continue it.
 
-    A worker without a place that an elastic run can do without keeps its name as its host, which does not resolve. Any
-    other task that does not start in time raises TimedOut.
+    A worker of an elastic run that records no address keeps its name as host, which does not resolve. Raises TimedOut
+    if any other task does not start in time.
     """
     cluster, folder, tasks = run.load_cluster(), places(run), []
     is_elastic = run.started.min_workers is not None
@@ -170,7 +170,7 @@ def assemble(run: RunFolder) -> ClusterSpec:
 
 
 def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
-    """Return the cluster that the chief makes of the tasks' places, once a task's own is in it, or raise TimedOut."""
+    """Return the cluster that the chief assembles, once it has this task's address; raise TimedOut otherwise."""
     folder = places(run)
     own = records.read_record(folder / f"{name}.json", TaskAddress.from_json)
 
@@ -179,14 +179,14 @@ def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
         task = cluster.task(name) if cluster else None
         return cluster if task and (task.host, task.port) == (own.host, own.port) else None
 
-    # The chief of an elastic run waits as long for others before it makes one without them.
+    # The chief of an elastic run waits as long for other tasks before it assembles a cluster without them.
     if cluster := wait_until(complete, settings.seconds("RENDEZVOUS_TIMEOUT_S") + LATER_S, POLL_S):
         return cluster
     raise TimedOut(f"the chief did not start on its node, or {UNSEEN}")
 
 
 def keep_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int:
-    """Run the agent, again where it was killed, alone or in its container; return its own code."""
+    """Run the agent, and restart it as long as it is killed, alone or with its container; return its exit code."""
     while (code := run_agent(command, run, copy)) is not None:
         if code >= 0 and code != processes.as_exit_code(-signal.SIGKILL):
             return code
@@ -194,9 +194,9 @@ def keep_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int:
 
 
 def result(run: RunFolder) -> int:
-    """Return 75 if the job is to be queued again, because its run has not come to its end; else how it ended."""
+    """Return 75 if the job is to be queued again, because its run has not ended; else the run's exit code."""
     if REPLACED_TASK in os.environ:
-        return EXIT_DONE  # what follows is for the run's own job
+        return EXIT_DONE  # only the run's own job is queued again
     outcome = run.outcome
     if outcome is None and not (places(run) / "cluster.json").exists():
         absent = [task.name for task in run.load_cluster().tasks if not (places(run) / f"{task.name}.json").exists()]
@@ -208,12 +208,12 @@ def result(run: RunFolder) -> int:
 
 
 class Replacements:
-    """The replacements of the tasks that an attempt of an elastic job has lost with their nodes.
+    """Context manager that replaces the tasks which an attempt of an elastic job has lost with their nodes.
 
-    Slurm takes a lost node out of a job and gives it no other. So with `--grow` the first process of the chief's task
-    queues a job of one task, on any node, for each task that the run continues without. Its script is that of the
-    run's job. The task records its place next to the others'; from there the chief alone puts it into the cluster. Then
-    the chief's agent takes the task in as it does everywhere.
+    Slurm removes a lost node from a job and does not replace it. So with `--grow` the first process of the chief's task
+    queues a job of one task, on any node and with the script of the run's job, for each task that the run continues
+    without. The new task records its address next to the others'; the chief's process adds it to the cluster, and the
+    chief's agent takes the task in like any other that returns.
     """
 
     def __init__(self, run: RunFolder, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -221,7 +221,7 @@ class Replacements:
         self._queued: dict[str, int] = {}
         """How often a replacement was queued for each task that is left out."""
         self._due: dict[str, float] = {}
-        """When the next one may be."""
+        """When the next replacement of each task may be queued, by the clock."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -229,7 +229,7 @@ class Replacements:
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        """Watch no longer, and take from the queue what is in it."""
+        """Stop watching, and cancel the queued jobs."""
         self._ended.set()
         self._thread.join()
         for name in self._queued:
@@ -239,13 +239,13 @@ class Replacements:
         while not self._ended.wait(LOOK_S):
             try:
                 self.look()
-            except (ClusterError, OSError) as error:  # such as of a shared folder that is away
+            except (ClusterError, OSError) as error:  # such as a shared folder that is unavailable
                 print(f"replacements: {error}", file=sys.stderr, flush=True)
 
     def look(self) -> None:
-        """Queue a replacement of each task that lacks one, and admit those that have started."""
+        """Queue a replacement for each task that needs one, and admit the replacements that have started."""
         absent = membership.left_out(self._run) if self._run.outcome is None else frozenset[str]()
-        for name in set(self._queued) - absent:  # it may have returned by itself
+        for name in set(self._queued) - absent:  # the task may have returned by itself
             self._withdraw(name)
             del self._queued[name], self._due[name]
         for name in sorted(absent):
@@ -264,7 +264,7 @@ class Replacements:
             write_json(path, replace(cluster, tasks=tasks).to_json())
 
     def _queue(self, name: str) -> None:
-        """Queue a replacement, unless there is one; the pauses grow, should none come to be taken in."""
+        """Queue a replacement unless one is queued or running, with a growing back-off while none is taken in."""
         times = self._queued.setdefault(name, 0)
         self._due[name] = self._clock() + elastic.patience_s(times + 1)
         listed = ["squeue", "--me", "--noheader", "--format=%i", f"--name={_job(name)}"]
@@ -274,19 +274,19 @@ class Replacements:
         self._queued[name] = times + 1
         job = [f"--job-name={_job(name)}", "--ntasks=1", "--nodes=1", "--no-requeue"]
         variables = f"--export=ALL,{REPLACED_TASK}={name},{REPLACED_ATTEMPT}={self._folder.name}"
-        # Another job would take the Slurm variables of this one for requests.
+        # `sbatch` would take this job's Slurm variables as options.
         unset = [f"--unset={name}" for name in os.environ if name.startswith(("SLURM", "SRUN", "SBATCH"))]
         command = ["env", *unset, "sbatch", *job, variables, str(self._run.control / "job.sh")]
         code, printed, complained = processes.run(command, SCONTROL_S)
         print(f"replacement of {name}: {(complained if code else printed).strip()}", file=sys.stderr, flush=True)
 
     def _withdraw(self, name: str) -> None:
-        """Take a task's replacement from the queue; one that runs ends by itself."""
+        """Cancel a task's replacement while it is queued; a running one ends by itself."""
         processes.run(["scancel", "--state=PENDING", f"--jobname={_job(name)}"], SCONTROL_S)
 
 
 def _job(task: str) -> str:
-    """Return the name of a replacement's job, by which it is found and cancelled."""
+    """Return the name of a task's replacement job, for `squeue` and `scancel`."""
     return f"{os.environ['SLURM_JOB_NAME']}.{task}"
 
 

@@ -1,1 +1,1 @@
-"""Failures: their causes, how many attempts without progress end a run, and what each restart cost."""
+"""Failures: their causes, the limits of attempts without progress, and the cost of each restart."""

@@ -2,14 +2,13 @@
 
 An attempt is one generation of the gang, or one start of a task that restarts alone. It ends in one of these ways:
 
-    PROGRAM_FAILURE   the program failed by itself: an exception, an exit code, a crash, memory, a hang
-    EXTERNAL          it was killed or its machine was lost
+    PROGRAM_FAILURE   the program failed by itself: an exception, an exit code, a crash, lack of memory, a hang
+    EXTERNAL          the program was killed or its machine was lost
     LOST_CONTACT      the tasks lost contact and none reports a reason, most likely because of the network
     PLANNED           tasks left or joined the run; this never counts
 
-Progress is a later step than all previous attempts reached, or a newer checkpoint. A newer checkpoint is not enough if
-the attempt failed at the same step as the previous one: a program that always fails at step 27 has saved at step 10,
-then at 20, and gets no further.
+An attempt makes progress if it reaches a later step than all previous attempts. A newer checkpoint also counts, but
+only if the attempt ends before that step: a program that always fails at step 27 may save at step 10, then at 20.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,18 +20,18 @@ from cluster.contract.run.records import EndedAttempt, Event, Generation
 PROGRAM_FAILURE, EXTERNAL, LOST_CONTACT, PLANNED = "program failure", "external", "lost contact", "planned"
 
 MAX_RESTARTS = 3
-"""How often a program that fails by itself is started again without progress: the default of `--max-restarts`."""
+"""Limit of restarts without progress for a program that fails by itself: the default of `--max-restarts`."""
 MAX_EXTERNAL_RESTARTS = 20
-"""How often a task that is killed is started again without progress: the default of `--max-external-restarts`."""
+"""Limit of restarts without progress for a task that is killed: the default of `--max-external-restarts`."""
 MAX_LOST_CONTACTS = 10
-"""How often tasks that lost contact are started again without progress: more often, as none of them is at fault."""
+"""Limit of restarts without progress for tasks that lost contact: higher, since none of them is at fault."""
 STEADY_S = 600.0
-"""A script reports no steps: an attempt that ran this long made progress."""
+"""A script that ran this long has made progress, although it reports no steps."""
 LONGEST_PAUSE_S = 30.0
 
 
 def count_without_progress(attempts: Sequence[EndedAttempt], kinds: Collection[str] = (PROGRAM_FAILURE,)) -> int:
-    """Return how many attempts have failed in one of these ways since the newest progress."""
+    """Return how many attempts have ended in one of these ways since the last progress."""
     count, best, best_then, saved_then = 0, -1, -1, -1
     for attempt in attempts:
         best = max(best, attempt.last_step)
@@ -49,7 +48,7 @@ def count_without_progress(attempts: Sequence[EndedAttempt], kinds: Collection[s
 def count_over_limit(
     attempts: Sequence[EndedAttempt], max_restarts: int, max_external_restarts: int = MAX_EXTERNAL_RESTARTS
 ) -> int:
-    """Return the number of attempts without progress, including the last, if it exceeds the limit; otherwise 0."""
+    """Return the number of attempts without progress, including the last, if it exceeds a limit; otherwise 0."""
     limits = (
         ((PROGRAM_FAILURE,), max_restarts),
         ((PROGRAM_FAILURE, LOST_CONTACT), max(max_restarts, MAX_LOST_CONTACTS)),
@@ -62,7 +61,7 @@ def count_over_limit(
 
 
 def pause_s(attempts: Sequence[EndedAttempt]) -> float:
-    """Return how long to wait after the last of these attempts; 0 unless it failed by itself or lost contact."""
+    """Return the back-off after the last attempt, in seconds; 0 unless it failed by itself or lost contact."""
     if attempts[-1].kind not in (PROGRAM_FAILURE, LOST_CONTACT):
         return 0.0
     count = max(1, count_without_progress(attempts, (PROGRAM_FAILURE, LOST_CONTACT)))
@@ -70,18 +69,18 @@ def pause_s(attempts: Sequence[EndedAttempt]) -> float:
 
 
 def attempts_of_gang(run: RunFolder, generation: int) -> list[Generation]:
-    """Return the attempts before this generation, since `up` or `scale` began the first of them."""
+    """Return how the attempts before this generation ended, since `up` or `scale` began the first of them."""
     since = first_generation(run)
     return [record for record in run.generations() if record.task and since < record.generation <= generation]
 
 
 def attempts_of_task(run: RunFolder, task: str) -> list[EndedAttempt]:
-    """Return the attempts of a task that restarts alone, since `up` or `scale`."""
+    """Return how the attempts of a task that restarts alone ended, since `up` or `scale`."""
     return [EndedAttempt.from_json(event.detail) for event in restarted_alone(run, task)]
 
 
 def restarted_alone(run: RunFolder, task: str) -> list[Event]:
-    """Return the events of a task's restarts alone since `up` or `scale`."""
+    """Return the events of a task's separate restarts since `up` or `scale`."""
     first = first_generation(run)
     events = [e for e in run.events() if e.task == task and e.event == "restarted"]
     return [e for e in events if e.generation >= first]

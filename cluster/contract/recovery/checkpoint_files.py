@@ -1,12 +1,12 @@
-"""The files of checkpoints, which neither a kill nor a full disk can damage, and which are checked before use.
+"""Checkpoint files: neither a kill nor a full disk can damage a finished checkpoint, and each is checked before use.
 
     checkpoints/ckpt-200.index  ckpt-200.data-00000-of-00001   TensorFlow's own files
     checkpoints/ckpt-200.json                                  their names, sizes and sha256; written last
-    checkpoints/ckpt-200+1.index                               files of a second save of the step, see its record
+    checkpoints/ckpt-200+1.index                               a second save of the same step, see `write_checkpoint`
     checkpoints/.ckpt-<generation>-*                           incomplete files of a save
     checkpoints/aside/                                         checkpoints that the newest restore skipped
 
-A checkpoint without its JSON file is not finished and does not count. Only the chief writes; all tasks read.
+A checkpoint without its JSON file, the record, is unfinished and does not count. Only the chief writes; all tasks read.
 This module does not import TensorFlow.
 """
 
@@ -39,22 +39,22 @@ class Saved:
 
     @property
     def name(self) -> str:
-        """Prefix of its files; those of a second save of the step have a number after it."""
+        """The common prefix of the file names; a number after it marks another save of the same step."""
         return f"ckpt-{self.step}"
 
     @property
     def prefix(self) -> str:
-        """Prefix with which TensorFlow restores it."""
+        """The prefix from which TensorFlow restores the checkpoint."""
         return str(self.folder / read_json(self.record).get("prefix", self.name))
 
     @property
     def record(self) -> Path:
-        """The file that marks it as finished."""
+        """The JSON file that marks the checkpoint as finished."""
         return self.folder / f"{self.name}.json"
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
-        """Sizes in bytes and sha256 of its files, according to its record."""
+        """The size in bytes and the sha256 of each file, according to the record."""
         try:
             return {
                 name: (file["size_bytes"], file["sha256"]) for name, file in read_json(self.record)["files"].items()
@@ -63,7 +63,7 @@ class Saved:
             raise DamagedError(self.record, f"{type(error).__name__}: {error}") from error
 
     def damage(self, *, contents: bool = True) -> str | None:
-        """Describe the damage to its files, None if intact; without `contents` only their sizes are compared."""
+        """Describe the damage to the files; None if intact. Without `contents`, only compare their sizes."""
         try:
             files = self.files
         except (OSError, ValueError) as error:
@@ -83,7 +83,7 @@ class Saved:
         return None
 
     def paths(self) -> list[Path]:
-        """Return its files, the record first, because it marks the checkpoint as finished."""
+        """Return the checkpoint's files, beginning with the record, which marks the checkpoint as finished."""
         others = [path for ending in (".", "+") for path in self.folder.glob(f"{self.name}{ending}*")]
         return [self.record, *(path for path in others if path != self.record)]
 
@@ -93,13 +93,13 @@ class Saved:
 
 
 def list_finished(folder: Path) -> list[Saved]:
-    """Return the finished checkpoints of a folder, newest first, with or without damage."""
+    """Return the finished checkpoints of a folder, newest first, including damaged ones."""
     matches = [_RECORD.fullmatch(path.name) for path in folder.glob("ckpt-*.json")]
     return [Saved(folder, step) for step in sorted((int(match[1]) for match in matches if match), reverse=True)]
 
 
 def find_newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: int | None = None) -> Saved | None:
-    """Return the newest intact checkpoint up to step `up_to`, or None; `warn` of each newer one that is damaged."""
+    """Return the newest intact checkpoint up to step `up_to`, or None; call `warn` for each newer, damaged one."""
     for saved in list_finished(folder):
         if up_to is not None and saved.step > up_to:
             continue
@@ -113,10 +113,10 @@ def find_newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: i
 def agree_on_newest(
     folder: Path, gather: Callable[[int], Sequence[int]], warn: Callable[[str], None] = print
 ) -> Saved | None:
-    """Return the newest checkpoint that is intact for every task; None if no task has one. All tasks call it.
+    """Return the newest checkpoint that is intact for every task; None if no task has one. All tasks must call it.
 
-    `gather` collects the numbers of all tasks, a collective operation; `warn` gets a line for each newer damaged one.
-    Raises RunFailed if some tasks can read a checkpoint and others cannot: starting over would discard it.
+    `gather` is a collective operation that returns the numbers of all tasks; `warn` is called for each damaged, newer
+    checkpoint. Raises RunFailed if only some tasks can read a checkpoint: starting over would discard it.
     """
     up_to = None
     while True:
@@ -132,10 +132,10 @@ def agree_on_newest(
 
 
 def write_checkpoint(write: Callable[[str], object], saved: Saved, generation: int = 0) -> None:
-    """Write a checkpoint's files and then its record; until then an earlier one of the same step remains valid.
+    """Write a checkpoint's files and then its record; until then an earlier save of the same step remains valid.
 
-    All files are on the disk, not only in its cache, when this returns. `write` writes TensorFlow's files with a
-    prefix, as `tf.train.Checkpoint.write` does. `delete_leftovers` recognizes leftovers by the run's `generation`.
+    All files have been flushed to the disk when this returns. `write` writes TensorFlow's files with a given prefix,
+    like `tf.train.Checkpoint.write`. `delete_leftovers` recognizes leftovers by the run's `generation`.
     """
     taken = {path.name.partition(".")[0] for path in saved.paths()[1:]}
     names = (f"{saved.name}+{number}" if number else saved.name for number in itertools.count())
@@ -150,7 +150,7 @@ def write_checkpoint(write: Callable[[str], object], saved: Saved, generation: i
         for path in written:
             path.replace(saved.folder / path.name)
         sync(saved.folder)
-        record = Path(scratch, saved.record.name)  # there `delete_leftovers` finds it after a kill
+        record = Path(scratch, saved.record.name)  # a folder that `delete_leftovers` removes after a kill
         write_json(record, {"step": saved.step, "prefix": prefix, "files": files})
         record.replace(saved.record)
     sync(saved.folder)
@@ -160,9 +160,10 @@ def write_checkpoint(write: Callable[[str], object], saved: Saved, generation: i
 
 
 def delete_older(newest: Saved, keep: int) -> None:
-    """Delete all but the checkpoint just written and the newest earlier ones whose files have the right size.
+    """Delete old checkpoints: keep the one just written, and the newest earlier ones, `keep` in total.
 
-    Newer checkpoints belong to another copy of this task, which a scheduler has started elsewhere, and remain.
+    Checkpoints with files of the wrong size are deleted, too. Newer ones belong to another copy of this task, which a
+    scheduler has started elsewhere, and remain.
     """
     kept = 1
     for saved in list_finished(newest.folder):
@@ -175,9 +176,9 @@ def delete_older(newest: Saved, keep: int) -> None:
 
 
 def delete_leftovers(folder: Path, generation: int) -> None:
-    """Delete leftovers of killed saves: temporary folders, and files without a record. Only for the writer.
+    """Delete leftovers of killed saves: files without a record, and temporary folders of earlier generations.
 
-    Temporary folders of this or a later generation remain.
+    Only the task that writes checkpoints may call it.
     """
     for path in folder.glob(".ckpt-*"):
         match = _SCRATCH.fullmatch(path.name)
@@ -195,17 +196,16 @@ def delete_leftovers(folder: Path, generation: int) -> None:
 
 
 def set_aside(folder: Path, after: int) -> None:
-    """Move all checkpoints after step `after` to a separate folder.
+    """Move all checkpoints after step `after` to a separate folder, which keeps only those of the latest call.
 
-    Otherwise a damaged or abandoned one would be the newest again at the next restore. The folder has only those of the
-    newest restore.
+    Otherwise a damaged or abandoned checkpoint would be the newest again at the next restore.
     """
     newer = [saved for saved in list_finished(folder) if saved.step > after]
     aside = folder / ASIDE
     if newer:
         shutil.rmtree(aside, ignore_errors=True)
     for saved in newer:
-        with contextlib.suppress(OSError):  # without space for another folder they are deleted
+        with contextlib.suppress(OSError):  # without space for the folder, delete the files instead
             aside.mkdir(exist_ok=True)
             for path in saved.paths():
                 path.replace(aside / path.name)

@@ -1,4 +1,4 @@
-"""How a task's program ended: by itself or from outside, and with which error."""
+"""The end of a task's program: whether it failed by itself or was ended from outside, and its error."""
 
 import contextlib
 import re
@@ -20,9 +20,9 @@ OWN_SIGNALS = frozenset(
         signal.SIGPIPE, signal.SIGXCPU, signal.SIGXFSZ,
     )
 )  # fmt: skip
-"""Codes of a program that caused its own fatal signal; any other signal was sent from outside."""
+"""Codes of fatal signals that a program causes itself; any other signal was sent from outside."""
 MAX_CHARACTERS = 1000
-"""Enough for an error's class, TensorFlow's advice at the end of its message, and our hint after it."""
+"""Enough for the class of an error, TensorFlow's advice at the end of the message, and our hint after it."""
 
 _TRACEBACK = re.compile(r"(?<!Exception Group )Traceback \(most recent call last\):\s*$")
 """An unfinished progress bar may precede it."""
@@ -31,28 +31,28 @@ _NAMED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
 _GROUPED = re.compile(r"^ +[|+] ?")
 """The prefix of a traceback's lines in a group of exceptions."""
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:|[IWEF]\d{4} \d\d:")
-"""The beginning of lines that TensorFlow's native code logs."""
+"""The beginning of a line logged by TensorFlow's native code."""
 _FATAL = re.compile(r"Check failed: .*|terminate called .*|what\(\): .*|Assertion .* failed.*")
-"""What native code prints before it aborts."""
+"""The message of native code before it aborts."""
 _CURRENT_THREAD = "Current thread 0x"
-"""The beginning of the line below which Python's fault handler prints the stack of the crashed thread."""
+"""The beginning of the line after which Python's fault handler prints the stack of the crashed thread."""
 _CALL = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-"""A call in such a stack, which begins with the innermost."""
+"""A line of that stack, the innermost call first."""
 _STATED = "error: "
 """The beginning of the line in which our own programs report a known error."""
 
 
 class End(Record, kw_only=False):
-    """The end of one task's program, or its agent's decision to end one that did nothing."""
+    """The end of one task's program, or an agent's decision to end a stalled one."""
 
     task: str
     kind: str
     cause: str
-    """What ended it, in words."""
+    """The reason, in words."""
     error: str | None
-    """What the program itself reported."""
+    """The error that the program itself reported; None without one."""
     at: Seconds
-    """Seconds since the epoch."""
+    """The time of the end, in seconds since the epoch."""
     last_step: Step = -1
     runtime_s: Seconds = 0.0
     may_follow: bool = False
@@ -67,18 +67,18 @@ class End(Record, kw_only=False):
 
 
 def classify_code(code: int, *, out_of_memory: bool) -> str:
-    """Return `PROGRAM_FAILURE` or `EXTERNAL` for a program that ended with this code, negative for a signal."""
+    """Return `PROGRAM_FAILURE` or `EXTERNAL` for an exit code, negative for a signal."""
     return PROGRAM_FAILURE if code >= 0 or code in OWN_SIGNALS or out_of_memory else EXTERNAL
 
 
 def record_end(run: RunFolder, generation: int, end: End) -> None:
-    """Report an end in this generation to the other agents."""
+    """Report the end of a program in this generation to the other agents."""
     with contextlib.suppress(OSError):  # a full disk
         create_json(_path(run, generation, end.task), end.to_json())
 
 
 def recorded_end(run: RunFolder, generation: int, task: str) -> End | None:
-    """Return the end that a task's agent reported in this generation, also where the folder does not list it yet."""
+    """Return the end that a task's agent reported in this generation, even if the folder does not list it yet."""
     return records.read_record(_path(run, generation, task), End.from_json, None)
 
 
@@ -93,9 +93,9 @@ def ended_tasks(run: RunFolder, generation: int) -> frozenset[str]:
 
 
 def root_cause(run: RunFolder, generation: int, own: End) -> End:
-    """Return the end that made a generation fail: the first, preferring those that are no consequence of another.
+    """Return the end that made a generation fail: the first, preferring ends that are not consequences of another.
 
-    An end that no agent has recorded is of a task that is silent, frozen or hangs: it was so before the others noticed.
+    `own` comes first if it is not recorded: it is then of a silent, frozen or hanging task, which others noticed late.
     """
     known = recorded_ends(run, generation)
     unknown = [] if own.task in (end.task for end in known) else [own]
@@ -103,9 +103,9 @@ def root_cause(run: RunFolder, generation: int, own: End) -> End:
 
 
 def recorded_ends(run: RunFolder, generation: int) -> list[End]:
-    """Return the ends that agents have reported in this generation, in that order.
+    """Return the ends that agents have reported in this generation, in the order of the reports.
 
-    It is the order of the files' times, which the file system's clock gave them: the agents' clocks may differ.
+    The order is that of the file system's timestamps, since the agents' clocks may differ.
     """
     paths = sorted((run.control / "ends").glob(f"{generation}-*.json"), key=lambda p: (p.lstat().st_mtime_ns, p))
     return [end for path in paths if (end := records.read_record(path, End.from_json, None))]
@@ -114,7 +114,7 @@ def recorded_ends(run: RunFolder, generation: int) -> list[End]:
 def find_error(lines: Sequence[str], code: int) -> str | None:
     """Return the error that a program reported in the last lines of its output; None if they contain none.
 
-    The lines are as printed, indentation included; the exit code is negative for a signal.
+    The lines must keep their indentation; the exit code is negative for a signal.
     """
     if code < 0:
         return _crash(lines)
@@ -132,7 +132,7 @@ def find_error(lines: Sequence[str], code: int) -> str | None:
 
 
 def _crash(lines: Sequence[str]) -> str | None:
-    """Return the last message of native code, and the Python call in which it crashed."""
+    """Return the last fatal message of native code, and the Python call in which the program crashed."""
     message = [match.group() for line in lines if (match := _FATAL.search(line))][-1:]
     begin = max((at for at, line in enumerate(lines) if line.startswith(_CURRENT_THREAD)), default=len(lines))
     if call := next(filter(None, map(_CALL.match, lines[begin + 1 :])), None):

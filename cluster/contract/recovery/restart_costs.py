@@ -1,4 +1,4 @@
-"""The restarts of a run: why they happened and what each cost."""
+"""The restarts of a run: their causes and costs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from cluster.contract.spec import ClusterSpec, Role
 
 
 def training_began(spec: ClusterSpec, events: list[Event]) -> float | None:
-    """Return the time of the first finished step, or when every task's script had started; None before."""
+    """Return the time of the first finished step, or at which all tasks' scripts had started; None before."""
     started: dict[str, float] = {}
     for event in events:
         if event.event == "first step":
@@ -20,10 +20,10 @@ def training_began(spec: ClusterSpec, events: list[Event]) -> float | None:
 
 
 def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)) -> list[Restart]:
-    """Return the cost of each restart since `started`: seconds from the failure, and repeated steps.
+    """Return the cost of each restart since `started`: the time from the failure, and the repeated steps.
 
     A script reports no steps, so its only cost is the time until its process started again, `script_started_s`. Tasks
-    that restart alone are included if they have one of these roles; restarts of the gang always are.
+    that restart alone are included if they have one of `roles`; restarts of the gang always are.
     """
     events = [event for event in run.events() if event.time >= started]
     spec, scripted = run.load_cluster(), run.script is not None
@@ -38,7 +38,7 @@ def costs(run: RunFolder, started: float, roles: Sequence[Role] = (Role.WORKER,)
 
 
 def failures(run: RunFolder, started: float) -> dict[int, float]:
-    """Return the time of each failure since `started`, by the generation that it began."""
+    """Return the time of each failure since `started`, keyed by the generation that began because of it."""
     events = [event for event in run.events() if event.time >= started]
     begun = [each for each in run.generations() if each.task and each.cause and each.time > started]
     return {each.generation: _failed_at(each, events) for each in begun}
@@ -72,7 +72,7 @@ def _resumption(scripted: bool, failed_at: float, resumed_at: float | None) -> d
 
 
 def _injected(events: list[Event], generation: int, until: float, task: str = "") -> float | None:
-    """Return when the fault was injected that caused a restart, if one was: agents only notice it later."""
+    """Return the time at which the fault behind a restart was injected, before any agent noticed; None if none was."""
     time = None
     for event in events:
         if event.generation != generation or event.time >= until or task not in ("", event.task):
@@ -80,12 +80,12 @@ def _injected(events: list[Event], generation: int, until: float, task: str = ""
         if event.event == "fault" and event.detail.get("kind") != "slow":
             time = event.time
         elif event.event == "restarted":
-            time = None  # that restart was its consequence
+            time = None  # an earlier restart was already due to this fault
     return time
 
 
 def _lone_cost(scripted: bool, event: Event, events: list[Event], later: list[Event]) -> Restart:
-    """Return the cost of the restart of one task alone: no steps, since the other tasks continued."""
+    """Return the cost of a separate restart of one task. It repeats no steps, since the other tasks continue."""
     injected = _injected(events, event.generation, event.time, event.task)
     failed_at = injected or event.detail.get("failed_at", event.time)
     resumed = ("resumed", event.task, event.generation)

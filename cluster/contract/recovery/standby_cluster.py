@@ -1,16 +1,16 @@
-"""The cluster that standby processes form among themselves before it is needed.
+"""The standby cluster, which the standby processes form among themselves before it is needed.
 
-It has the tasks of the cluster that trains, on other ports of the same addresses: each generation that begins with it
-swaps the two sets of ports. Once every standby process has formed it, built its model and traced its step, a failure
-costs no rendezvous, no forming of a cluster and no compilation: all of them restore the newest checkpoint and continue.
+It has the tasks and hosts of the training cluster, but other ports: each generation that starts with the standby
+cluster swaps the two sets of ports. Once every standby process has joined it, built its model and traced its step, a
+failure costs no rendezvous, no cluster formation and no compilation: all restore the newest checkpoint and continue.
 
-A standby process reports in a separate record that it is ready. The record of a generation that begins then names the
-standby processes as its programs. An agent whose standby process has died in between begins another generation, with
-new programs; so does an agent whose program loses contact.
+Each standby process reports in a record of its task that it is ready. If all are, the record of the next generation
+says that it starts with the standby processes. An agent whose standby process has died in between begins another
+generation, with new programs; so does an agent whose program loses contact.
 
-TensorFlow takes nobody back into a cluster, and not all of its processes notice that one has ended. So the agent whose
-standby process has ended records that, every other agent then ends its own, and the new ones form the next cluster. The
-clusters that the standby processes of one generation form are numbered; only processes of the same one can train.
+A process cannot rejoin a TensorFlow cluster, and not all of the others notice its end. So an agent whose standby
+process has ended records that, the other agents end theirs, and new standby processes form the next standby cluster.
+These clusters are numbered within a generation; only processes of the same number can train together.
 """
 
 from dataclasses import replace
@@ -35,10 +35,10 @@ class _Ready(Record):
 
 
 def is_possible(run: RunFolder, spec: ClusterSpec) -> bool:
-    """Whether standby processes of this run can form their cluster ahead.
+    """Whether the standby processes of this run can form a cluster in advance.
 
-    They cannot hold a second copy of the data of a GPU, a TPU or a stage, and while the training calls the user's code
-    they call none of it, except to build the model.
+    They cannot hold a second copy of the state of a GPU, a TPU or a stage. During training they must not call the
+    user's code, except to build the model.
     """
     config = run.load_config({})
     known = (config.get("loop"), config.get("source"), config.get("callbacks") or "") == ("custom", "memory", "")
@@ -59,20 +59,20 @@ def spec_of_generation(run: RunFolder, spec: ClusterSpec, generation: int) -> Cl
 
 
 def _other(port: int) -> int:
-    if port in PORTS:  # of local tasks, which have different ones
+    if port in PORTS:  # local tasks share an address and have different ports
         return PORTS.start + (port - PORTS.start + len(PORTS) // 2) % len(PORTS)
     return port + 1
 
 
 def newest_number(run: RunFolder, generation: int, known: int = 0) -> int:
-    """Return the number of the newest cluster of a generation's standby processes, which is `known` or a later one."""
+    """Return the number of a generation's newest standby cluster, at least `known`."""
     while _replaced(run, generation, known).exists():
         known += 1
     return known
 
 
 def replace_cluster(run: RunFolder, generation: int, number: int) -> None:
-    """Record that a process of a standby cluster has ended, so that all of them are replaced."""
+    """Record that a process of a standby cluster has ended, so that all its processes are replaced."""
     create_json(_replaced(run, generation, number), {})
 
 
@@ -84,12 +84,12 @@ def report_ready(run: RunFolder, task: str, generation: int, number: int) -> Non
 
 
 def withdraw_report(run: RunFolder, task: str) -> None:
-    """Withdraw the report: the process has ended, or is in use."""
+    """Withdraw the report of a standby process that has ended or is in use."""
     _path(run, task).unlink(missing_ok=True)
 
 
 def is_complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
-    """Whether the standby processes of all tasks are ready to follow the programs of a generation."""
+    """Whether the standby processes of all tasks are ready, in the same cluster, to succeed a generation's programs."""
     reports = [
         records.read_record(_path(run, task.name), _Ready.from_json, None)
         for task in spec.tasks
@@ -100,7 +100,7 @@ def is_complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
 
 
 def starts_with_standby(run: RunFolder, task: Task, generation: int) -> bool:
-    """Whether a task's program in a generation is to be a standby process that is ready."""
+    """Whether a task's program in a generation must be its ready standby process."""
     return not task.role.is_sidecar and is_standby_generation(run, generation)
 
 

@@ -1,8 +1,8 @@
 """The last step of each task, recorded so that a SIGKILL cannot lose it.
 
-A heartbeat is up to a second old, which is many steps. So a training program overwrites one line of fixed width after
-every call of its inner loop. Once the write has returned, the kernel has the line, and it survives the process. It is
-not flushed to the disk: a task whose machine is lost did not fail by itself. A checksum detects torn lines.
+A heartbeat is up to a second old, which can be many steps. So a training program overwrites one fixed-width line after
+every call of its inner loop. Once the write returns, the kernel has the line, so the line survives the process. It is
+not flushed to the disk: a task whose machine is lost did not fail by itself. A checksum detects torn writes.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system.files import make_folder, open_file
 
 _READS = 5
-"""How often to retry reading a line that may be changing."""
+"""Number of attempts to read a line that may be changing."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RecordedStep:
 
 
 class StepRecord:
-    """Writes one task's record. There is one writer at a time; the file stays open as long as this object exists."""
+    """Writes a task's record, one writer at a time. The file stays open as long as this object exists."""
 
     def __init__(self, run: RunFolder, task: str, generation: int) -> None:
         self._generation = generation
@@ -48,7 +48,7 @@ class StepRecord:
 
 
 def read_step(run: RunFolder, task: str) -> RecordedStep | None:
-    """Return a task's record; None if there is none."""
+    """Return a task's record; None without a valid one."""
     for _ in range(_READS):
         try:
             with open_file(_path(run, task), "rb") as file:
@@ -80,13 +80,13 @@ def single_steps(
     steps_per_loop: int,
     everyones: Callable[[int], Sequence[int]] = lambda first: [first],
 ) -> range:
-    """Return the steps after which the tasks of a generation return to Python one by one.
+    """Return the range of steps in which a generation's tasks return to Python after every single step.
 
-    Steps are recorded when their call of the inner loop returns, after at most `steps_per_loop`. After a failure, the
-    next attempts run single steps from the last recorded step to the end of that call. So they record the exact step,
-    and fail at the same step again if it is to blame. All tasks of the generation use the same range, also if the
-    record does not show on every host yet: calls of different length would wait for each other indefinitely.
-    `everyones` is the collective operation for that: it returns the numbers of all tasks for the number of this one.
+    Steps are recorded when the inner loop returns, after at most `steps_per_loop` steps. After a failure, the next
+    attempts run single steps from the last recorded step to the end of that call of the loop. So they record the exact
+    step, which shows whether it fails again. All tasks must use the same range, or they would deadlock, even if the
+    generation's record is not visible on every host yet. So they agree on it by the collective operation `everyones`,
+    which returns the numbers of all tasks, given that of this task.
     """
     record = run.begun(generation)
     first = -1 if record is None or record.single_steps_from is None else record.single_steps_from

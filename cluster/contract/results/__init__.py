@@ -1,1 +1,1 @@
-"""Results computed from a run's records: its summary, where the time went, slow tasks, comparison of bits."""
+"""Results computed from a run's records: the summary, the goodput, slow tasks, the comparison of bits."""

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, computed from the chief's ledgers and the times of failures."""
+"""Splits the wall time of a run by activity, from the chief's ledgers and the times of failures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,15 +10,15 @@ PARTS = ("start", "compile", "input", "compute", "save", "evaluate", "lost", "re
 def split(
     started: float, ended: float, ledgers: Sequence[TimeLedger], failures: Mapping[int, float]
 ) -> dict[str, float] | None:
-    """Return the seconds of each part of `PARTS`; together they are the time from `started` to `ended`.
+    """Return the seconds of each part of `PARTS`, which add up to the time from `started` to `ended`.
 
     Args:
         started, ended: seconds since the epoch.
-        ledgers: the chief's records, one for each generation (`train/telemetry/report.py`), also before `started`.
-        failures: the generations that failures began, and when each failure happened.
+        ledgers: the chief's records, one per generation (`train/telemetry/report.py`), also from before `started`.
+        failures: the time of each failure, keyed by the generation that began because of it.
 
     Returns:
-        None without a record of the chief: a script, or a run that never began to train.
+        None without a ledger: a script, or a run that never began to train.
 
         `start`: until the program began to train; `compile`: the first step; both only before the first failure;
         `restart`: from a failure to the next new step; `lost`: steps that were repeated; `input` and `compute`: waiting
@@ -54,13 +54,13 @@ def split(
 
 
 def checkpoint_every_s(newest_first: Iterable[TimeLedger]) -> float | None:
-    """Return the planned seconds between checkpoints, from the newest ledger with a save; None if planned in steps."""
+    """Return the planned seconds between checkpoints, from the newest ledger that has them; None if set in steps."""
     saves = next((ledger.saves for ledger in newest_first if ledger.saves), {})
     return saves.get("every_s")
 
 
 def line(parts: Mapping[str, float]) -> str:
-    """Return a split in one line, the largest part first and parts below one percent left out."""
+    """Format a split in one line, largest part first, without parts below one percent."""
     wall_s = sum(parts.values())
     input_s = parts.get("input", 0.0)
     train_s = input_s + parts.get("compute", 0.0)
@@ -77,7 +77,7 @@ def _percent(part_s: float, wall_s: float) -> int:
 
 
 def _with_lost_steps(ledger: TimeLedger, next_first: int) -> dict[str, float]:
-    """Return the seconds of a ledger; steps after `next_first`, where the next generation continued, are `lost`."""
+    """Return the seconds of a ledger; steps after `next_first`, which the next generation repeated, are `lost`."""
     seconds = {name: getattr(ledger.seconds, name) for name in ("input", "compute", "save", "evaluate")}
     repeated = min(ledger.timed_steps, max(0, ledger.step - next_first))
     lost = repeated / ledger.timed_steps if ledger.timed_steps else 0.0
@@ -89,7 +89,7 @@ def _with_lost_steps(ledger: TimeLedger, next_first: int) -> dict[str, float]:
 def _with_other(seconds: dict[str, float], wall_s: float) -> dict[str, float]:
     """Return the rounded parts, with the rest of the wall time as `other`."""
     excess = sum(seconds.values()) - wall_s
-    if excess > 0:  # the clocks of two machines, or a step that ended while another task was failing
+    if excess > 0:  # clocks of two machines differ, or a step ended while another task was failing
         seconds["compute"] = max(0.0, seconds["compute"] - excess)
     rounded = {part: round(part_s, 3) for part, part_s in seconds.items()}
     return rounded | {"other": round(max(0.0, wall_s - sum(rounded.values())), 3)}

@@ -1,4 +1,4 @@
-"""The late tasks, for which the others wait, from the position that each task reports in its heartbeat."""
+"""Finds the late tasks, for which the others wait, from the position in each task's heartbeat."""
 
 from collections.abc import Collection, Mapping
 
@@ -10,10 +10,10 @@ from cluster.contract.spec import ClusterSpec
 def find_late(
     spec: ClusterSpec, beats: Mapping[str, Heartbeat], generation: int, silent: Collection[str] = ()
 ) -> tuple[list[str], str]:
-    """Return the late tasks of a generation, and a text about what they lack; none, and "", if no task waits.
+    """Return the late tasks of a generation, and a description of their delay; none, and "", if no task waits.
 
-    A task waits that is at a place for two heartbeats. A silent one may have entered it after its last heartbeat. Where
-    all wait, as around a dead link, those are late that wait for what others have left; at the same place, none is.
+    A task waits if it has been at a place for two heartbeats; a silent task may have entered it after its last one. If
+    all tasks wait, as around a dead link, those at the earliest place are late; none is if all are at the same place.
     """
     found = [beats[task.name] for task in spec.members if task.name in beats]
     at = {it.task: it.position for it in found if it.generation == generation and it.state not in FINAL_STATES}
@@ -25,7 +25,7 @@ def find_late(
     first, *_, last = sorted([order[name] for name in waits] * 2)
     late = sorted(name for name in at if name not in waits and (name in silent or order[name] < last))
     verb = "finished" if not late or {*silent} & {*late} else "reached"
-    if late:  # a neighbour may still wait for a part of what a silent task has left
+    if late:  # a neighbour of a silent task may still wait at an earlier place, which that task has left
         first = min((order[name] for name in waits if order[name] >= min(order[each] for each in late)), default=last)
     elif first < last:
         late = sorted(name for name in waits if order[name] == first)

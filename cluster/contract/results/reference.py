@@ -1,4 +1,4 @@
-"""The reference run of a run with faults: the same training without them, which must end with the same bits."""
+"""The reference of a run with faults: a run of the same training without faults, which must end with the same bits."""
 
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ NO_EFFECT_ON_BITS = {
 
 
 def find_reference(run: RunFolder) -> dict[str, Any] | None:
-    """Return the name and hash of the newest undisturbed run of the same training; None if there is none."""
+    """Return the name and hash of the newest undisturbed run of the same training; None without one."""
     reference, training = None, _training(run)
     if training is None:
         return None
@@ -40,7 +40,7 @@ def same_bits(run: RunFolder) -> bool | None:
 
 
 def fault_lines(run: RunFolder) -> list[str]:
-    """Return the lines about injected faults to print at a run's end."""
+    """Return the lines about injected faults that are printed at the end of a run."""
     faults = [event for event in run.events() if event.event == "fault"]
     if not faults:
         return []
@@ -60,11 +60,11 @@ def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
     summary = records.read_record(run.summary, Summary.from_json)
     resized = any(event.event == "scaled" for event in run.events()) or membership.changes(run)
     if not _elastic(run) and resized:
-        return None  # another number of workers sums in another order
+        return None  # a different number of workers sums in a different order
     if not run.load_cluster().kind.synchronous or summary.state != "succeeded":
         return None
     if summary.weights_sha256 is None:
-        return None  # a script reports none
+        return None  # a script reports no hash
     return bool(reference["weights_sha256"] == summary.weights_sha256)
 
 

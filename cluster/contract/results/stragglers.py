@@ -1,4 +1,4 @@
-"""Stragglers and tasks that wait for input, from what each task reports.
+"""Finds stragglers, and tasks that wait for input, from the pace that each task reports.
 
 Under a synchronous strategy every step takes as long as that of the slowest task. So tasks are compared by the part of
 a step in which each is busy: waiting for its batch and computing its own gradients.
@@ -12,15 +12,15 @@ from cluster.contract.run.records import Pace, Paces, Starved, Straggler
 SLOWER = 1.25
 """A straggler is busy at least this many times as long as the others."""
 EXCESS_MS = 1.0
-"""A straggler is busy at least this much longer: very short steps differ by chance."""
+"""A straggler is busy at least this much longer than the others: very short steps vary by chance."""
 FEWEST = 20
-"""With fewer timed steps nothing is reported: caches are cold, and one long step weighs too much."""
+"""Fewest timed steps of a task for a report: caches are cold at first, and one long step weighs too much."""
 STARVED = 0.1
 """A starved task waits for input for at least this share of its steps."""
 
 
 def stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
-    """Return the stragglers, the slowest first; a task whose pace is not known completely is left out."""
+    """Return the stragglers, slowest first, without tasks whose pace is incomplete."""
     known = {name: _busy_and_input(pace) for name, pace in paces.items() if _measured(pace)}
     slow = []
     for name, (busy, waiting) in known.items():
@@ -36,19 +36,19 @@ def stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
 
 
 def starved(paces: Mapping[str, Pace]) -> list[Starved]:
-    """Return the starved tasks, the one that waits longest first."""
+    """Return the starved tasks, by share of waiting, largest first."""
     shares = {name: pace.input_share or 0.0 for name, pace in paces.items() if _measured(pace)}
     waiting = [Starved(name, round(share, 2)) for name, share in shares.items() if share >= STARVED]
     return sorted(waiting, key=lambda task: -task.input_share)
 
 
 def findings(paces: Mapping[str, Pace]) -> Paces:
-    """Return the tasks that stand out."""
+    """Return the stragglers and the starved tasks."""
     return Paces(stragglers=tuple(stragglers(paces)), starved=tuple(starved(paces)))
 
 
 def lines(paces: Paces) -> list[str]:
-    """Return the tasks that stand out as lines of text; a straggler due to its input is not repeated as starved."""
+    """Format stragglers and starved tasks as lines; a straggler due to its input is not listed again as starved."""
     slow_by_input = {each.task for each in paces.stragglers if each.input_part >= STARVED}
     waiting = [each for each in paces.starved if each.task not in slow_by_input]
     return [str(each) for each in (*paces.stragglers, *waiting)]

@@ -1,4 +1,4 @@
-"""The summary of a run, computed from what its tasks recorded, and its card.
+"""The summary of a run, computed from its tasks' records, and its card.
 
 The card, `README.md` in the run's folder, has the configuration, the result, and commands to run it again.
 """
@@ -18,13 +18,13 @@ from cluster.system.messages import COMMAND, counted, plain
 from cluster.system.waiting import wait_until
 
 SETTLE_S = 20.0
-"""How long to wait for the other tasks' last heartbeats; a task that was killed for good never sends one."""
+"""Timeout for the other tasks' last heartbeats, which a permanently lost task never writes."""
 SHOWN_OPTIONS = ("preset", "model", "dataset", "loop", "global_batch", "epochs", "max_steps", "seed", "precision")
 MAX_RESTARTS = 20
 
 
 def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome | None = None) -> Summary:
-    """Write `summary.json` for a run that has an outcome, even if its folder does not show it yet; return it."""
+    """Write the summary and the card of a run with this outcome, by default the recorded one; return the summary."""
     outcome = outcome or run.outcome
     assert outcome is not None
     spec = run.load_cluster()
@@ -33,7 +33,7 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
     beats = run.heartbeats()
     result, ledgers = run.result, run.ledgers()
     started = start_time(run)
-    wall_s = max(0.0, outcome.time - started)  # records of tasks may be from the future
+    wall_s = max(0.0, outcome.time - started)  # tasks' clocks may be ahead
     began = restart_costs.training_began(spec, [event for event in run.events() if event.time > started])
     members = [task.name for task in present.tasks]
     paces = {name: pace for name in members if name in beats and (pace := beats[name].pace)}
@@ -65,7 +65,7 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
 
 
 def start_time(run: RunFolder) -> float:
-    """Return the time of the run's start, or if that is unknown, of its newest generation."""
+    """Return the start time of the run or, if unknown, of its newest generation."""
     begun = [generation.time for generation in run.generations()]
     started = run.started.time
     return (begun[-1] if begun else time.time()) if started is None else started
@@ -83,7 +83,7 @@ def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:
 
 
 def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
-    """Return the share of the wall time spent in useful steps, without start, saving and repeated steps."""
+    """Return the share of the wall time spent in useful steps: not in the start, in saving or in repeated steps."""
     batch = run.load_config({}).get("global_batch", 0)
     useful_s, before = 0.0, None
     for row in run.rows("chief"):
@@ -94,7 +94,7 @@ def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
 
 
 def card_lines(run: RunFolder, summary: Summary) -> list[str]:
-    """Return the card of a run with this summary. Its reader may not escape it: all from the run's folder is code."""
+    """Return the lines of a run's card. Values from the run folder are formatted as code and cannot inject Markdown."""
     return [
         f"# {code(run.name)}: {summary.state}",
         "",
@@ -112,7 +112,7 @@ def card_lines(run: RunFolder, summary: Summary) -> list[str]:
 
 
 def code(value: object) -> str:
-    """Return a value as code in Markdown, on one line, with nothing that ends the code or a table's cell."""
+    """Format a value as Markdown code on one line, without characters that would end the code or a table cell."""
     text = plain(str(value)).replace("`", "'").replace("|", "\\|")[:200]
     return f"`{text}`" if text.strip() else "-"
 
@@ -159,7 +159,7 @@ def _restarts(summary: Summary) -> list[str]:
 
 
 def _again(run: RunFolder, summary: Summary) -> list[str]:
-    """Return commands for a shell; a run's name has nothing that a shell reads."""
+    """Return shell commands. A run's name needs no quoting."""
     commands = {f"{COMMAND} rerun {run.name}": "the same training once more, compared with this one"}
     if not run.script:
         commands[f"{COMMAND} report {run.name}"] = "one page: curves, restarts, configuration"

@@ -1,1 +1,1 @@
-"""The run folder: its layout and records, heartbeats, logs, and whose run it is. Records are checked when read."""
+"""The run folder: its layout and records, heartbeats, logs, claims and provenance. Records are checked when read."""

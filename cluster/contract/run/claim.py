@@ -1,7 +1,7 @@
-"""The claim on a run: one command at a time may start, resume, scale or end it.
+"""The claim on a run, a lock: only one command at a time may start, resume, scale or end a run.
 
-The claim is a lock on `.running/NAME.lock` next to the run folders. The kernel releases it however its holder ends, so
-there is nothing to clean up. The file names the holder and is not removed.
+It locks the file `.running/NAME.lock` next to the run folders. The kernel releases the lock however its holder ends, so
+there is nothing to clean up. The file names the holder and is never removed.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.files import lock
 
 WAIT_S = 60.0
-"""How long a command that ends a run waits for one that is starting or scaling it."""
+"""How long a command that ends a run waits for another command that is starting or scaling it."""
 MOMENT_S = 0.5
-"""How long other commands wait: the claim may be about to be released, or only be checked."""
+"""How long other commands wait for a claim that is about to be released, or that another command only checks."""
 
 
 _mine: set[Path] = set()
@@ -25,14 +25,14 @@ _mine: set[Path] = set()
 
 
 class Taken(UsageError):
-    """Another command holds the claim, or has just created a run of that name."""
+    """Another command holds the claim, or has just created a run of this name."""
 
 
 @contextlib.contextmanager
 def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
-    """Hold the claim on a run, which need not exist yet; another command gets `wait_s` to release it.
+    """Context manager that holds the claim on a run, which need not exist yet; waits at most `wait_s` for it.
 
-    `doing` is the operation, as a participle such as `resumed`, for the error of other commands.
+    `doing` is the operation, as a participle such as `resumed`, for the errors of other commands.
 
     Raises:
         Taken: another command holds the claim.
@@ -74,7 +74,7 @@ def is_held(run: RunFolder) -> bool:
 
 
 def is_scaling(run: RunFolder) -> bool:
-    """Return whether another command is scaling the run. A command that was killed does not continue."""
+    """Return whether another command is scaling the run. A killed command holds no claim and does not count."""
     return run.after_stop == AfterStop.SCALE and is_held(run)
 
 
@@ -86,7 +86,7 @@ def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:
 
 
 def _describe(run: RunFolder, path: Path) -> str:
-    """Return the error message, which names the holder if the file does."""
+    """Return the error message, with the holder that the file names, if any."""
     try:
         who = path.read_text(errors="replace").strip() or "used by another command"
     except OSError:

@@ -1,7 +1,7 @@
-"""Copies of a task: a scheduler that loses sight of a host starts its tasks elsewhere, while the first may continue.
+"""Copies of a task: a scheduler that loses contact with a host starts its tasks elsewhere, while the old may continue.
 
-The process that starts a task under such a scheduler records the copy in `control/copies/TASK.json`, so that file names
-the newest copy. An older copy leaves the run: it claims nothing, joins no cluster and opens no connection.
+The process that starts a task under such a scheduler records the copy in `control/copies/TASK.json`, a fencing token:
+the file names the newest copy. An older copy leaves the run: it claims no record, joins no cluster, and disconnects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TaskCopy:
 
     @classmethod
     def register(cls, run: RunFolder, task: str) -> TaskCopy:
-        """Record a new copy of a task as its newest; `environment` is for its agent."""
+        """Record a new copy of a task as the newest; its agent needs the variables in `environment`."""
         copy = cls(run, task, secrets.token_hex(8))
         make_folder(copy._path.parent)
         write_json(copy._path, {"copy": copy.name})
@@ -50,7 +50,7 @@ class TaskCopy:
 
     @classmethod
     def from_environment(cls, run: RunFolder, task: str) -> TaskCopy | None:
-        """Return the copy that this process belongs to; None where nothing starts a task twice."""
+        """Return the copy to which this process belongs; None if no scheduler can start a task twice."""
         name = os.environ.get(VARIABLE)
         return cls(run, task, name) if name else None
 
@@ -65,7 +65,7 @@ class TaskCopy:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a newer copy has recorded itself; False if the record cannot be read."""
+        """Whether a newer copy is recorded; False if the record cannot be read."""
         with contextlib.suppress(OSError):
             newest = records.read_record(self._path, _Newest.from_json, None)
             return newest is not None and newest.copy != self.name

@@ -1,8 +1,8 @@
 """The run folder's records: heartbeats, events, generations, the outcome and stop requests.
 
-The tasks of a run share only this folder and the network. Each file has one writer at a time and is either replaced as
-a whole, so that readers never see half of it, or appended to line by line. A record that several tasks may claim at
-once (the next generation, the outcome) belongs to the task that creates its file.
+The tasks of a run share only this folder and the network. Each file has one writer at a time and is either replaced
+atomically, so that readers never see a part of it, or appended to line by line. A record that several tasks may try to
+write at once (the next generation, the outcome) belongs to the task that creates its file.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ LOST_AFTER_S = 15.0
 """Seconds without a new heartbeat, by the watcher's clock, after which a task counts as lost."""
 
 TASK_LOST = "the loss of a task"
-"""The `by` of a request to queue a job again because a task stays away: its scheduler may notice minutes later."""
+"""The `by` of a request to queue a job again because a task is lost; the scheduler may notice only minutes later."""
 
 SCALE_PATIENCE_S = 180.0
-"""Longest time from such a request to the next generation, while `invoke scale` is alive; the timeouts of its parts are
-shorter in total."""
+"""Longest time from the stop request of `invoke scale` to the next generation, while the command is alive. The timeouts
+of its steps are shorter in total."""
 
 _TASK = re.compile(r"chief|evaluator|(worker|ps)-(0|[1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
@@ -57,11 +57,11 @@ class _Withdrawn(Record):
 
 @dataclass(frozen=True)
 class RunFolder(Paths):
-    """One run: what is inherited are paths; methods called `load_` and the other properties return contents."""
+    """One run. Inherited attributes are paths; `load_` methods and the other properties return the contents."""
 
     _events: Journal[Event] = field(init=False, compare=False, repr=False)
     _begun: dict[int, Generation] = field(init=False, compare=False, repr=False, default_factory=dict)
-    """The generations that were read or learned: their records never change."""
+    """Cache of the generations that were read or learned, whose records never change."""
 
     def __post_init__(self) -> None:
         guard(self.path)
@@ -69,13 +69,13 @@ class RunFolder(Paths):
 
     @property
     def incomplete(self) -> bool:
-        """Whether the folder is not a run: a command is laying it out or deleting it, or was killed while it did."""
+        """Whether the folder is not a complete run: a command is creating or deleting it, or was killed doing so."""
         if self.path.is_symlink() or not self.path.is_dir():
             return False
         return self.unfinished.exists() or not any(self.path.iterdir())
 
     def delete(self) -> None:
-        """Delete the run and its temporary files. If that is interrupted or fails, the folder is incomplete."""
+        """Delete the run and its temporary files. If this fails or is interrupted, the folder is left incomplete."""
         if self.path.exists():
             self.unfinished.touch()
             remove(self.cluster)
@@ -88,7 +88,7 @@ class RunFolder(Paths):
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def create(self) -> None:
-        """Create the folder and its subfolders; raise PrerequisiteError if it cannot be written."""
+        """Create the folder and its subfolders; raise PrerequisiteError if that fails."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for part in ("status", "metrics", "logs", "tensorboard", "checkpoints", "control"):
@@ -96,7 +96,7 @@ class RunFolder(Paths):
             with open_file(self.path / json_files.RESERVE, "wb") as file:
                 file.write(bytes(json_files.RESERVE_BYTES))
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link, which free space does not fix
+            if error.errno == errno.ELOOP:  # a link, which the advice below would not fix
                 raise
             raise PrerequisiteError(
                 f"run folder {self.path}: {error.strerror}; free the space or give write access, "
@@ -121,7 +121,7 @@ class RunFolder(Paths):
 
     @property
     def started(self) -> Started:
-        """How and when the run was started; nothing if that is not known."""
+        """How and when the run was started; an empty record if unknown."""
         return records.read_record(self.control / "started.json", Started.from_json, Started())
 
     @property
@@ -137,23 +137,23 @@ class RunFolder(Paths):
 
     @property
     def result(self) -> RunResult:
-        """The result that the chief's program reported at its end; empty before."""
+        """The result that the chief's program reported at its end; empty before the end."""
         return records.read_record(self.control / "result.json", RunResult.from_json, RunResult())
 
     @property
     def board_port(self) -> int | None:
-        """The port of the TensorBoard that was started for it; 0 if none was wanted, None if nothing is recorded."""
+        """The port of the run's TensorBoard; 0 if none was requested, None without a record."""
         board = records.read_record(self.board, TensorBoardRecord.from_json, None)
         return board.port if board else None
 
     def load_summary(self) -> Summary | None:
-        """Return the run's summary; None before the end."""
+        """Return the run's summary; None before the end of the run."""
         return records.read_record(self.summary, Summary.from_json, None)
 
     # Heartbeats and metrics
 
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the newest heartbeat of every task; `cluster/contract/run/heartbeat.py` judges which are silent."""
+        """Return the newest heartbeat of every task; `cluster/contract/run/heartbeat.py` determines silent tasks."""
         names = (path.stem for path in sorted((self.path / "status").glob("*.json")))
         beats = {name: beat for name in names if _TASK.fullmatch(name) and (beat := self.heartbeat(name))}
         return dict(list(beats.items())[: 3 * MAX_TASKS])
@@ -170,16 +170,16 @@ class RunFolder(Paths):
 
     @property
     def saved_steps(self) -> list[int]:
-        """The steps of the finished checkpoints, oldest first, whether or not their files are still intact."""
+        """The steps of the finished checkpoints, oldest first, intact or damaged."""
         names = (path.stem.removeprefix("ckpt-") for path in self.checkpoints.glob("ckpt-*.json"))
         return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
     def losses(self, task: str = "chief") -> dict[int, float]:
-        """Return the loss of every logged step; of a repeated step, the newest."""
+        """Return the loss of every logged step; for a repeated step, the latest."""
         return {row["step"]: row["loss"] for row in self.rows(task) if row.get("loss") is not None}
 
     def rows(self, task: str) -> Iterator[dict[str, Any]]:
-        """Yield the task's logged steps in the order in which they were written."""
+        """Yield the task's logged steps in the order of writing."""
         for row in json_files.read_json_lines(self.metrics(task)):
             with contextlib.suppress(ValueError):
                 yield records.row(row)
@@ -189,14 +189,14 @@ class RunFolder(Paths):
     def event(
         self, task: str, event: str, *, step: int | None = None, generation: int | None = None, **detail: Any
     ) -> None:
-        """Append to the run's life cycle; `generation` defaults to the current one."""
+        """Append an event to the run's log of events; `generation` defaults to the current one."""
         number = self.generation if generation is None else generation
         line = Event(time=time.time(), task=task, event=event, generation=number, step=step, detail=detail)
         with contextlib.suppress(OSError):  # a full disk must not end the agent
             json_files.append_json(self.events_log, line.to_json())
 
     def events(self) -> list[Event]:
-        """Return the run's life cycle so far. Each call reads only new lines."""
+        """Return the run's events so far. Each call reads only new lines of the log."""
         return self._events.read()
 
     # Generations
@@ -211,7 +211,7 @@ class RunFolder(Paths):
         return [record for _, record in self._generations()]
 
     def _generations(self, *, newest_first: bool = False) -> Iterator[tuple[int, Generation]]:
-        """Yield the number and record of each generation. A file without a valid record does not count."""
+        """Yield the number and record of each generation, except for invalid records."""
         folder = self.control / "generations"
         names = (path.stem for path in folder.glob("*.json"))
         numbers = {int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys()
@@ -228,14 +228,14 @@ class RunFolder(Paths):
         return self._begun.get(number)
 
     def learn(self, record: Generation) -> None:
-        """Take in the record of a generation that another task has read or created: a folder may show it late."""
+        """Add another task's copy of a generation's record, which a network file system may show late."""
         self._begun.setdefault(record.generation, record)
 
     def refresh_generations(self) -> None:
-        """Create and remove a file in the folder of generations.
+        """Refresh the listing of the folder of generations, by creating and removing a file there.
 
-        The answer tells a network file system's client that others have changed the folder since it was cached, see
-        `change_info4` in RFC 7530.
+        The server's reply tells the client of a network file system that others have changed the folder since it was
+        cached, see `change_info4` in RFC 7530.
         """
         with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=self.control / "generations"):
             pass
@@ -250,14 +250,14 @@ class RunFolder(Paths):
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the run ended, as the first task that knew recorded it; None while it continues."""
+        """How the run ended, according to the first task that recorded it; None while the run continues."""
         path = self.control / "outcome.json"
-        if not os.path.lexists(path):  # agents look ten times a second
+        if not os.path.lexists(path):  # agents check ten times a second
             return None
         return records.read_record(path, Outcome.from_json, None, limit=records.TASK_BYTES)
 
     def ledgers(self) -> list[TimeLedger]:
-        """Return the chief's ledger of each generation that has one, oldest first."""
+        """Return the chief's time ledgers, one per generation, oldest first."""
         paths = (self.control / "ledgers").glob("*.json")
         ledgers = (records.read_record(path, TimeLedger.from_json, None, limit=records.TASK_BYTES) for path in paths)
         return sorted((ledger for ledger in ledgers if ledger), key=lambda ledger: ledger.generation)
@@ -281,33 +281,33 @@ class RunFolder(Paths):
 
     @property
     def after_stop(self) -> AfterStop | None:
-        """What follows the requested stop, however long ago it was requested; None without a request."""
+        """The purpose of the stop request, pending or carried out; None without a request."""
         request = self.stop_request
         return request.then if request else None
 
     def request_stop(self, by: str, *, then: str = AfterStop.END) -> bool:
-        """Request that every task saves at the same step and stops; return False if that was requested before."""
+        """Request that every task saves at the same step and stops; return False if there is a request already."""
         return create_json(self.stop, _stop(by, then), StopRequest.from_json)
 
     def insist_on_stop(self, by: str) -> None:
-        """Request that every task saves and stops for good, even if the run was to continue after that."""
+        """Request that every task saves and stops for good, overriding a request after which the run would continue."""
         if not self.request_stop(by) and self.after_stop not in (None, AfterStop.END):
             write_json(self.stop, _stop(by))
 
     def withdraw_stop(self) -> None:
-        """Withdraw the stop request. Tasks that stop nevertheless start again."""
+        """Withdraw the stop request. Tasks that have already acted on it restart."""
         write_json(self.withdrawn_stop, {"generation": self.generation})
         if (taken := self._take_stop()) and taken.then == AfterStop.END:
-            self.request_stop(taken.by)  # another request, not the one to withdraw
+            self.request_stop(taken.by)  # a final request, which has overridden the withdrawn one
 
     def stop_withdrawn(self, generation: int) -> bool:
-        """Whether a stop request to the tasks of this generation was withdrawn."""
+        """Whether a stop request was withdrawn in this generation, and none has replaced it."""
         withdrawn = records.read_record(self.withdrawn_stop, _Withdrawn.from_json, None)
         return not self.stop_requested and withdrawn is not None and withdrawn.generation == generation
 
     @property
     def continues_elsewhere(self) -> bool:
-        """Whether the run has stopped only to continue on another cluster, or on other nodes."""
+        """Whether the run has stopped only to continue on another cluster or other nodes."""
         return self.has_stopped and self.after_stop not in (None, AfterStop.END)
 
     @property
@@ -317,9 +317,9 @@ class RunFolder(Paths):
         return outcome is not None and outcome.state == records.OutcomeState.STOPPED
 
     def reopen(self) -> StopRequest | None:
-        """Remove the outcome, so that the run can continue in a new generation; return its stop request.
+        """Remove the outcome, so that the run can continue in a new generation; return the stop request.
 
-        The token goes first: the folder may be a copy, whose agents must not join those of the original.
+        The token is removed first: the folder may be a copy, whose agents must not connect to those of the original.
         """
         ends = (self.control / "outcome.json", self.control / "result.json")
         for path in (self.token, self.gang, self.summary, self.card, *ends):
@@ -327,7 +327,7 @@ class RunFolder(Paths):
         return self._take_stop()
 
     def _take_stop(self) -> StopRequest | None:
-        """Remove the stop request and return it. Renaming first loses no concurrent request."""
+        """Remove the stop request and return it. It is renamed first, so as not to lose a concurrent request."""
         taken = self.stop.with_name(f".stop.{os.urandom(8).hex()}")
         try:
             rename(self.stop, taken.name)

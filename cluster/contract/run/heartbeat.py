@@ -1,8 +1,8 @@
-"""Heartbeats: the state, step and speed of a task, written every second; and liveness, judged by them.
+"""Heartbeats (the state, step and speed of a task, written every second), and the detection of silent tasks by them.
 
-A task is silent if a watcher sees its heartbeat unchanged, timed by the watcher's own clock, and only while it could
-look. The times in heartbeats may come from other machines, or from before a clock was set or this machine slept. They
-are shown, but decide nothing.
+A task is silent if a watcher sees its heartbeat unchanged for too long, by the watcher's monotonic clock and only while
+the watcher runs. The timestamps in heartbeats may come from other machines, or from before a clock was set or this
+machine slept. They are displayed, but not decisive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cluster.system.json_files import write_json
 from cluster.system.waiting import wait_until
 
 HEARTBEAT_S = 1.0
-"""Longest time between two heartbeats of a live task."""
+"""Interval between the heartbeats of a live task."""
 
 
 def first_heartbeat(task: Task, generation: int, restarts: int) -> Heartbeat:
-    """Return the heartbeat of a task that starts; it has not been written yet."""
+    """Return the initial heartbeat of a starting task, without writing it."""
     return Heartbeat(
         task=task.name,
         role=task.role.value,
@@ -38,10 +38,10 @@ def first_heartbeat(task: Task, generation: int, restarts: int) -> Heartbeat:
 
 
 class HeartbeatWriter:
-    """Writes `status/<task>.json`: at once when the state changes, and every second while the process runs.
+    """Writes `status/<task>.json`: immediately when the state changes, and every second while the process runs.
 
-    A background thread writes, so that updates do not wait for the disk. Heartbeats are not flushed to the disk: losing
-    the newest in a power failure is harmless.
+    A background thread does the writing, so that updates do not wait for the disk. Heartbeats are not flushed to the
+    disk: losing the newest in a power failure is harmless.
     """
 
     def __init__(self, run: RunFolder, task: Task, generation: int, restarts: int = 0) -> None:
@@ -49,7 +49,7 @@ class HeartbeatWriter:
         self._lock = threading.Lock()
         """Guards `current`; never held while a file is written."""
         self._writing = threading.Lock()
-        """One write at a time."""
+        """Serializes writes."""
         self._due = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -60,9 +60,9 @@ class HeartbeatWriter:
         """The next heartbeat."""
 
     def update(self, **values: Any) -> None:
-        """Change the values of the next heartbeat; a change of state is written at once.
+        """Change values of the next heartbeat; a change of state is written immediately, by the background thread.
 
-        Returns before that, except for a final state, since the process may end right after.
+        A final state is written before the call returns, since the process may end right afterwards.
         """
         with self._lock:
             before, self.current = self.current.state, replace(self.current, **values)
@@ -78,7 +78,7 @@ class HeartbeatWriter:
         """Write the heartbeat now. A full disk must not end the process."""
         with self._writing, contextlib.suppress(OSError):
             written = self._run.heartbeat(self._task) if self._handed_over else None
-            if written and written.updated_at != self._written_at:  # by its new owner
+            if written and written.updated_at != self._written_at:  # by its new writer
                 self._stopped = True
                 self._due.set()
                 return
@@ -95,7 +95,7 @@ class HeartbeatWriter:
         return self
 
     def hand_over(self) -> None:
-        """Hand the file over to another process: stop writing at its first heartbeat."""
+        """Hand the file over to another process: stop writing once its first heartbeat is there."""
         self._handed_over = True
 
     def stop(self) -> None:
@@ -115,13 +115,13 @@ class HeartbeatWriter:
 
 
 HANG_TIMEOUT_S = 60.0
-"""How long a task may take no step before it counts as hanging, unless `--hang-timeout` says otherwise."""
+"""Default of `--hang-timeout`: a task without a new step for this long counts as hanging."""
 
 LONGEST_LOOK_S = 1.0
-"""A watcher that did not look for longer was held up itself; only this much of the time counts as silence."""
+"""The most that a single gap between a watcher's observations counts as silence: in a longer one it was held up."""
 
 SECOND_LOOK_S = 3 * HEARTBEAT_S
-"""How long a single look watches tasks whose newest heartbeat seems old."""
+"""How long a single check watches tasks whose newest heartbeat seems old."""
 POLL_S = 0.1
 
 
@@ -129,14 +129,14 @@ class LivenessMonitor:
     """Watches the heartbeats of a run."""
 
     def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to watch; `clock` returns the seconds of a clock that never jumps."""
+        """Begin to watch; `clock` is a monotonic clock in seconds."""
         self._run, self._clock = run, clock
         self._looked = clock()
         self._generation = -1
         self._seen: dict[str, Heartbeat] = {}
         self._silent_s: dict[str, float] = {}
         self.silence_s = 0.0
-        """Seconds without a heartbeat of any task and without a new generation."""
+        """Seconds since the last heartbeat of any task or the last new generation."""
 
     @property
     def begun(self) -> bool:
@@ -144,7 +144,7 @@ class LivenessMonitor:
         return bool(self._seen)
 
     def look(self) -> dict[str, Heartbeat]:
-        """Look; return the newest heartbeats, with the state `lost` for silent tasks. To be called often."""
+        """Read the heartbeats; return them, with the state `lost` for silent tasks. To be called often."""
         now = self._clock()
         passed_s, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
         beats = self._run.heartbeats()
@@ -159,9 +159,10 @@ class LivenessMonitor:
 
 
 def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
-    """Return the newest heartbeats, with the state `lost` for silent tasks, of all tasks or of those named.
+    """Return all tasks' newest heartbeats, with the state `lost` for tasks that are silent.
 
-    A task whose heartbeat seems old, or from the future, is watched for `SECOND_LOOK_S` before it counts as lost.
+    A task whose heartbeat seems old, or from the future, is watched for `SECOND_LOOK_S` before it counts as lost. With
+    `names`, only the named tasks are checked.
     """
     beats = run.heartbeats()
     watched = {name for name, beat in beats.items() if beat.state not in FINAL_STATES and (not names or name in names)}
@@ -178,7 +179,7 @@ def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
 def is_silent(run: RunFolder) -> bool:
     """Return whether no task of a run writes heartbeats: none has started yet, or all have ended.
 
-    A run that is being scaled is not silent, although none of its tasks may be alive for a moment.
+    A run that is being scaled does not count as silent, although it may have no live task for a moment.
     """
     if claim.is_scaling(run):
         return False
@@ -189,7 +190,7 @@ def is_silent(run: RunFolder) -> bool:
 
 
 def final_state(run: RunFolder) -> str | None:
-    """Return how a run ended, also if nobody has written its summary; None while it continues."""
+    """Return how a run ended, even without a summary; None while it continues."""
     if summary := run.load_summary():
         return summary.state
     outcome = run.outcome
@@ -199,7 +200,7 @@ def final_state(run: RunFolder) -> str | None:
 
 
 def with_lost(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, Heartbeat]:
-    """Return the heartbeats, with the state `lost` for these tasks unless they have ended."""
+    """Return the heartbeats, with the state `lost` for the tasks in `lost` that have not ended."""
     return {
         name: replace(beat, state=TaskState.LOST) if name in lost and beat.state not in FINAL_STATES else beat
         for name, beat in beats.items()
@@ -207,5 +208,5 @@ def with_lost(beats: dict[str, Heartbeat], lost: Collection[str]) -> dict[str, H
 
 
 def seems_old(beat: Heartbeat) -> bool:
-    """Return whether a heartbeat is not recent, by the clocks."""
+    """Return whether the timestamp of a heartbeat is far from this machine's time."""
     return abs(time.time() - beat.updated_at) > LOST_AFTER_S

@@ -1,4 +1,4 @@
-"""Where the hub of a run listens, and the run's token, which only the run's own user may read."""
+"""The address of a run's hub, and the run's token, which only the run's user may read."""
 
 import contextlib
 import secrets
@@ -29,15 +29,15 @@ class Token(Record):
 
 
 def read_invitation(run: RunFolder) -> Invitation | None:
-    """Return how to reach the hub; None without a valid record."""
+    """Return the hub's address; None without a valid record."""
     return records.read_record(run.gang, Invitation.from_json, None, limit=records.TASK_BYTES)
 
 
 def run_token(run: RunFolder) -> str:
-    """Return the secret of the run's agents, which the first of them creates. `RunFolder.reopen` removes it.
+    """Return the shared secret of the run's agents; the first caller creates it. `RunFolder.reopen` removes it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the secret cannot be written.
     """
     if not (known := records.read_record(run.token, Token.from_json, None, limit=records.TASK_BYTES)):
         create_json(run.token, {"token": secrets.token_hex(TOKEN_BYTES)}, Token.from_json, mode=PRIVATE)
@@ -46,15 +46,15 @@ def run_token(run: RunFolder) -> str:
 
 
 def generation_token(run: RunFolder, generation: int) -> str:
-    """Return the secret of the agents that take part in a generation, see `run_token`."""
+    """Return the shared secret of a generation's agents, see `run_token`."""
     return f"{run_token(run)}/{generation}"
 
 
 def open_hub_listener(run: RunFolder, task: Task, host: str) -> tuple[socket.socket, str]:
-    """Listen at `host` for the other agents, and record where; return the listener and the token.
+    """Listen on `host` for the other agents, and record the address; return the listener and the token.
 
-    The port of an earlier hub of this run is used again if possible: others may see an old record. They reach it at the
-    address of the task, the chief.
+    The port of the run's previous hub is reused if possible, since others may see an old record. They connect to the
+    host of `task`, the chief.
 
     Raises:
         OSError: no port is free, or the record cannot be written.
@@ -71,15 +71,15 @@ def open_hub_listener(run: RunFolder, task: Task, host: str) -> tuple[socket.soc
 
 
 def hub_port(port: int) -> int:
-    """Return the hub's port where each task has a separate address: the next but one after TensorFlow's.
+    """Return the hub's port where each task has a separate address: the TensorFlow server's port plus two.
 
-    Between them is the port of the standby processes' TensorFlow servers.
+    The port in between is for the TensorFlow servers of standby processes.
     """
     return port + 2
 
 
 def _listen(host: str, *ports: int) -> socket.socket:
-    """Listen on the first of these ports that is free, or on any."""
+    """Listen on the first free one of these ports, or on any free port."""
     for port in ports:
         with contextlib.suppress(OSError):
             return open_listener(host, port)

@@ -9,7 +9,7 @@ from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec
 
 
 class TaskAddress(Record):
-    """The node and address of a task of a job, and the job's number."""
+    """The node and address of a task in a Slurm job, and the job's number."""
 
     node: str
     host: str
@@ -18,7 +18,7 @@ class TaskAddress(Record):
 
 
 class Process(Record):
-    """A process as `cluster.system.processes` recognizes it."""
+    """A process's identity, see `cluster.system.processes.identity`."""
 
     pid: Annotated[int, whole("the id of a process", 1, 2**22 - 1)]
     start_ticks: Count | None = None
@@ -32,10 +32,10 @@ class Programs(Record):
 
 
 class Stages(Record):
-    """Where a pipeline's model is cut: `stages.json`."""
+    """The stages into which a pipeline's model is cut: `stages.json`."""
 
     cut: tuple[str, ...] = ()
-    """The first layer of each stage but the first."""
+    """The first layer of each stage except the first."""
 
 
 TRAINER_IMPORTS = "train.startup.preload"
@@ -43,7 +43,7 @@ TRAINER_IMPORTS = "train.startup.preload"
 
 
 class Started(Record):
-    """How and when a run was started: `control/started.json`. What is not known is empty or None."""
+    """How and when a run was started: `control/started.json`. Unknown values are empty or None."""
 
     time: Seconds | None = field(default=None, metadata=SPARSE)
     runtime: str = field(default="", metadata=SPARSE)
@@ -100,7 +100,7 @@ GPUS = "x-gpus"
 
 
 def compose(value: Any) -> dict[str, Any]:
-    """Check the content of `compose.json`."""
+    """Check the content of `compose.json`; return it with the defaults of missing keys."""
     checked = dictionary(_Composed)(value)
     return checked | ({GPUS: mapping(listing(text))(checked[GPUS])} if GPUS in checked else {})
 
@@ -115,7 +115,7 @@ HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,253}")
 
 
 def cluster(value: Any) -> ClusterSpec:
-    """Check the content of `cluster.json`."""
+    """Check the content of `cluster.json`; return the cluster."""
     spec = ClusterSpec.from_json(value)
     names = [task.name for task in spec.tasks]
     if names.count("chief") != 1 or len(set(names)) < len(names):

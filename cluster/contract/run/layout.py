@@ -1,4 +1,4 @@
-"""The layout of a run folder: where each file of a run is."""
+"""The layout of a run folder: the path of each of its files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class _Within:
-    """A path within the run folder, as an attribute of `Paths`."""
+    """Descriptor of `Paths` for one path within the run folder."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
@@ -18,7 +18,7 @@ class _Within:
 
 
 class _Each:
-    """The paths of each task's, or each generation's, file or folder within the run folder, by its name."""
+    """Descriptor of `Paths` for a function from a task's name, or a generation, to a path within the run folder."""
 
     def __init__(self, folder: str, name: str = "{}") -> None:
         self._folder, self._name = folder, name
@@ -34,13 +34,13 @@ class Paths:
     path: Path
 
     unfinished = _Within(".unfinished")
-    """There while the folder is being laid out or deleted."""
+    """Exists while the folder is being created or deleted."""
     config = _Within("config.json")
     """The resolved training configuration."""
     cluster = _Within("cluster.json")
     """The description of the cluster."""
     stages = _Within("stages.json")
-    """Where a pipeline's model is cut, and the measured times of its blocks."""
+    """The stages of a pipeline's model, and the measured times of its blocks."""
     compose = _Within("compose.json")
     """How the tasks were started: the Compose overlay, or the list of local processes."""
     manifest = _Within("manifest.json")
@@ -50,29 +50,29 @@ class Paths:
     summary = _Within("summary.json")
     """How the run ended; missing until then."""
     card = _Within("README.md")
-    """The configuration and result for people to read; missing until the end."""
+    """The run's card, a readable summary with the configuration; missing until the end."""
     events_log = _Within("events.jsonl")
-    """The run's life cycle, a JSON object per line."""
+    """The run's events, a JSON object per line."""
     checkpoints = _Within("checkpoints")
     """The shared checkpoint folder."""
     init = _Within("init")
-    """The weights that training begins with, if they are not random."""
+    """The initial weights, if they are not random."""
     export = _Within("export")
     """The SavedModel written at the end."""
     control = _Within("control")
-    """The messages between agents: generations, the stop request, the outcome."""
+    """The records that agents share: generations, the stop request, the outcome."""
     stop = _Within("control", "stop.json")
     """The request to save and stop."""
     gang = _Within("control", "gang.json")
-    """Where the hub of the agents' connections listens."""
+    """The address of the agents' hub."""
     token = _Within("control", "token.json")
-    """The secret by which the agents of this run recognize each other."""
+    """The shared secret with which the run's agents authenticate each other."""
     withdrawn_stop = _Within("control", "withdrawn.json")
     """The generation in which a stop request was withdrawn."""
     board = _Within("control", "tensorboard.json")
-    """The port of the TensorBoard that was started for it."""
+    """The port of the run's TensorBoard."""
     trace_request = _Within("control", "trace.json")
-    """The request for a trace of a task's next steps. The task removes it once it has answered."""
+    """The request for a trace of a task's next steps. The task removes it after answering."""
     trace_answer = _Within("control", "traced.json")
     """The answer to the newest request for a trace."""
 
@@ -87,11 +87,11 @@ class Paths:
     tensorboard = _Each("tensorboard")
     """A task's TensorBoard event files."""
     programs = _Each("control/programs", "{}.json")
-    """The identities of the newest attempt's processes, as the task itself sees them."""
+    """The identities of a task's current processes, in the task's own process namespace."""
     away = _Each("control/away")
-    """There while a fault keeps the task away, so that its supervisor does not bring it back."""
+    """Exists while an injected fault keeps the task away, so that its supervisor does not restart it."""
     flip_request = _Each("control", "flip-{}")
-    """There while a fault requests that the task flips a bit of its weights."""
+    """Exists while an injected fault requests that the task flips a bit of its weights."""
     ledger = _Each("control/ledgers", "{}.json")
     """The chief's time in a generation, by activity."""
 
@@ -103,13 +103,13 @@ class Paths:
     def scratch(self) -> Path:
         """The folder that a script's containers use as /tmp.
 
-        It is outside the run's folder: the engine follows links on the way to what it mounts, and a task could put one
-        there.
+        It is outside the run folder: the engine follows links in the path of a mount, and a task could create one
+        inside.
         """
         return self.path.parent / ".scratch" / self.name
 
     def outside(self, kind: str) -> Path:
-        """Return the path of a record about the run outside of its folder, where no container can write."""
+        """Return the path of a record about the run outside its folder, where no container can write."""
         return self.path.parent / ".running" / f"{self.name}.{kind}"
 
     def traces(self, task: str) -> list[Path]:

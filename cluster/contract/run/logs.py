@@ -1,7 +1,7 @@
-"""The output of a task's program: copied to its log, which is bounded, and read from there as it grows.
+"""A task's log: copies the program's output to it, bounds its size, and follows it as it grows.
 
-A program can print without end, even without ever ending a line. So a log has parts of at most `PART_BYTES`: the first
-is kept, the newest is `<task>.log`, and of those in between only the last.
+A program can print endlessly, even without ever ending a line. So a log has parts of about `PART_BYTES`, of which only
+three are kept: the first, the newest, which is `<task>.log`, and the one before it.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from cluster.system.files import open_file, remove, rename
 from cluster.system.messages import shortened
 
 PART_BYTES = 64 * 2**20
-"""A task's log takes at most three times as much space."""
+"""Size at which a part of a log is complete; a log takes about three times as much space."""
 LINE_BYTES = 2**16
 """A longer line is split."""
 CHUNK_BYTES = 2**16
 KEPT_LINES = 1000
-"""Enough for a traceback and its message, in which TensorFlow may print a whole node."""
+"""Number of last lines kept for error reports: enough for a traceback in whose message TensorFlow prints a node."""
 KEPT_CHARACTERS = 2000
 
 MARK_S = 5.0
-"""How often the time is noted at which a log had which size, for `logs --since`."""
+"""How often a log's time and size are recorded, for `logs --since`."""
 LAST_BYTES = 4096
-"""Enough for the last line of a log."""
+"""How much to read for the last line of a log."""
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?|.", re.DOTALL)
 """A terminal's control sequence, or one character."""
@@ -38,19 +38,19 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 GAP = b"... some output was left out here ...\n"
 
 _appending = threading.Lock()
-"""A task's program and its standby process share a log."""
+"""Serializes appending, since a task's program and its standby process share a log."""
 _marked_at: dict[Path, float] = {}
-"""When the time was last noted for a log."""
+"""When each log's time and size were last recorded, by the monotonic clock."""
 
 
 def copy_output(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...] = ()) -> None:
-    """Copy a program's output to its log and to this process's own output, until it ends.
+    """Copy a program's output to its log and to this process's stdout, until it ends.
 
-    `last_lines` receives the last lines as text; lines with a part in `noise` are left out.
+    `last_lines` is updated to the last lines as text; lines that contain a part in `noise` are dropped.
     """
     rest, last = b"", b"\n"
     while data := stream.read1(CHUNK_BYTES):  # type: ignore[attr-defined]  # of a buffered reader
-        lines = (rest + data).splitlines(keepends=True)  # also at a carriage return: a progress bar never ends its line
+        lines = (rest + data).splitlines(keepends=True)  # also at carriage returns, for progress bars
         rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
         if len(rest) >= LINE_BYTES:
             lines, rest = [*lines, rest], b""
@@ -61,7 +61,7 @@ def copy_output(stream: IO[bytes], log: Path, last_lines: list[str], noise: tupl
 
 
 def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> bytes:
-    """Write lines to the log, this process's output and `last_lines`; return the bytes written."""
+    """Write lines to the log, stdout and `last_lines`; return the written bytes."""
     kept = [line for line in lines if line and not any(part in line for part in noise)]
     data = b"".join(kept)
     if not data:
@@ -77,7 +77,7 @@ def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[
 
 
 def append_output(log: Path, data: bytes) -> None:
-    """Append to a log. A full disk must not hold up the program."""
+    """Append to a log, ignoring errors: a full disk must not block the program."""
     with _appending, contextlib.suppress(OSError):
         with open_file(log, "ab") as file:
             _mark(log, file)
@@ -89,7 +89,7 @@ def append_output(log: Path, data: bytes) -> None:
 
 
 def _mark(log: Path, file: IO[bytes]) -> None:
-    """Note the size of a log before its next output, unless that was done a moment ago."""
+    """Record the time and a log's size before new output, at most every `MARK_S`."""
     if time.monotonic() - _marked_at.get(log, -MARK_S) >= MARK_S:
         _marked_at[log] = time.monotonic()
         status = os.fstat(file.fileno())
@@ -133,10 +133,10 @@ class LogReader:
         """How far each part, identified by device and inode, has been read."""
 
     def lines(self, *, ended: bool) -> Iterator[bytes]:
-        """Yield new lines, without their line ends; once the program has `ended`, the last line may lack its end."""
+        """Yield new lines without line ends; once the program has `ended`, also an unfinished last line."""
         with contextlib.ExitStack() as stack:
             opened: dict[tuple[int, int], IO[bytes]] = {}
-            # Newest first: a part that is renamed during the loop is then opened twice rather than missed.
+            # Newest first, so that a part which is renamed during the loop is opened twice rather than missed.
             for path in reversed(_parts(self._log)):
                 with contextlib.suppress(FileNotFoundError):
                     file = stack.enter_context(open_file(path, "rb"))
@@ -147,7 +147,7 @@ class LogReader:
                 yield from self._read_on(key, file, ended or at < len(opened))
 
     def skip_until(self, since: float) -> None:
-        """Leave out what was printed before a time in seconds since the epoch, but for some seconds."""
+        """Skip output from before `since`, in seconds since the epoch, except for the last few seconds of it."""
         start = None
         with contextlib.suppress(OSError), open_file(_marks(self._log), "rb") as marks:
             for line in iter(lambda: marks.readline(LINE_BYTES), b""):  # a task may write anything there
@@ -168,7 +168,7 @@ class LogReader:
         size = os.fstat(file.fileno()).st_size
         if size < self._offsets[key]:
             self._offsets[key] = 0  # it was truncated
-        if size - self._offsets[key] > 2 * PART_BYTES:  # not written by us: read only its end
+        if size - self._offsets[key] > 2 * PART_BYTES:  # not written by this module: read only the end
             self._offsets[key] = size - PART_BYTES
             yield GAP.removesuffix(b"\n")
         file.seek(self._offsets[key])
@@ -184,7 +184,7 @@ class LogReader:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty, as a terminal shows it; empty if there is none."""
+    """Return the last non-empty line of a log, as a terminal displays it; empty if there is none."""
     try:
         with open_file(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
@@ -195,9 +195,9 @@ def last_line(log: Path) -> str:
 
 
 def render_line(line: str, *, styled: bool = False) -> str:
-    """Return a printed line as a terminal shows it after its carriage returns and backspaces.
+    """Return a line as a terminal displays it, after carriage returns and backspaces.
 
-    With `styled`, colours and the like are kept; every other control sequence is dropped.
+    With `styled`, colours and other styles are kept; all other control sequences are dropped.
     """
     if not any(control in line for control in "\r\b\x1b"):
         return line.rstrip()

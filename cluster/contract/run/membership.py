@@ -1,8 +1,8 @@
-"""The tasks of a generation: with `--min-workers`, a run continues without tasks that stay away.
+"""The membership of a generation: with `--min-workers`, a run continues without lost workers.
 
-`cluster.json` names every requested task. The record of a generation names those that it leaves out, so its cluster
-does not change while it lasts, and a task that returns sees whether it belongs to it. Only the chief's agent changes
-that.
+`cluster.json` lists every requested task. The record of a generation lists the tasks that it leaves out, so a
+generation's cluster never changes, and a returning task knows whether it is a member. Only the chief's agent begins a
+generation with other members.
 """
 
 import os
@@ -23,14 +23,14 @@ def left_out(run: RunFolder, generation: int | None = None) -> frozenset[str]:
 
 
 def cluster(run: RunFolder, generation: int | None = None) -> ClusterSpec:
-    """Return the tasks of a generation, by default the current one; raise DamagedError without `cluster.json`."""
+    """Return the cluster of a generation, by default the current one; raise DamagedError without `cluster.json`."""
     return run.load_cluster().without(left_out(run, generation))
 
 
 def cluster_with_addresses(run: RunFolder) -> ClusterSpec:
-    """Return every requested task with its address, which some schedulers know only after the start.
+    """Return every requested task with its address, which is known only after the start under some schedulers.
 
-    Raises DamagedError without a valid cluster.
+    Raises DamagedError without a valid record of the cluster.
     """
     if path := os.environ.get("CLUSTER_JSON"):
         return records.read_record(Path(path), launch_records.cluster)
@@ -38,12 +38,12 @@ def cluster_with_addresses(run: RunFolder) -> ClusterSpec:
 
 
 def times_left_out(run: RunFolder) -> dict[str, int]:
-    """Return how often each task was left out, for those that ever were."""
+    """Return how often each task was left out, without tasks that never were."""
     return Counter(name for change in changes(run) for name in change.lost)
 
 
 def changes(run: RunFolder) -> list[MembershipChange]:
-    """Return each change of the tasks."""
+    """Return the changes of the membership, in order of the generations."""
     found, before = [], frozenset[str]()
     for record in run.generations():
         now = record.left_out

@@ -1,9 +1,9 @@
-"""The record of the processes that a run may have on this machine, written before anything starts.
+"""The record of a run's processes on this machine, written before any of them starts.
 
-It is next to the run folders, in `.running/NAME.owner`, where no container can write and where it survives the deletion
-of the run folder. It is removed once nothing of the run is left. A run's processes are recognized in three ways: the
-supervisor by its id and start time; its descendants, which include every daemon, because the kernel makes the
-supervisor the parent of orphans; and, if the supervisor was killed, by a random token in their environment.
+The record is next to the run folders, in `.running/NAME.owner`, where no container can write and where it survives the
+deletion of the run folder. It is removed once none of the processes is left. They are recognized in three ways: the
+supervisor by its id and start time; its descendants, including daemons, because the kernel makes the supervisor the
+parent of orphans; and, if the supervisor was killed, by a random token in their environment.
 """
 
 import secrets
@@ -19,12 +19,12 @@ from cluster.system.files import remove
 from cluster.system.json_files import read_json, write_json
 
 TOKEN = "TF_CLUSTER_TOKEN"  # noqa: S105  # the variable's name
-"""The environment variable of every process of a local run, and of what serves the metrics of any run."""
+"""The environment variable of every process of a local run, and of any run's metrics server."""
 RECORD = "owner"
 
 
 def _supervisor(value: Any) -> dict[str, int] | None:
-    """A damaged record of it counts as none: the run's processes are found by the token, too."""
+    """Check the supervisor's identity; a damaged one counts as None, since the token also identifies the processes."""
     try:
         return dictionary(Process)(value)
     except ValueError:
@@ -35,11 +35,11 @@ class Owner(Record, kw_only=False):
     """The processes that were started for a run."""
 
     runtime: str
-    """The runtime of its tasks, such as `docker`: a key of `cluster.host.runtime.registry.RUNTIMES`."""
+    """The runtime of the tasks, such as `docker`: a key of `cluster.host.runtime.registry.RUNTIMES`."""
     token: str
-    """The value of `TOKEN` in its processes' environment."""
+    """The value of the variable `TOKEN` in the environment of the processes."""
     supervisor: Annotated[dict[str, int] | None, _supervisor] = None
-    """The local run's first process, a `processes.identity`; None before its start."""
+    """The `processes.identity` of a local run's first process; None before its start."""
 
     @property
     def alive(self) -> bool:
@@ -47,7 +47,7 @@ class Owner(Record, kw_only=False):
         return processes.alive(self.supervisor)
 
     def processes(self, table: processes.ProcessTable) -> list[int]:
-        """Return the ids of the run's processes, the supervisor last: by it the others are recognized."""
+        """Return the ids of the run's processes, the supervisor last, since it identifies the others."""
         ids = table.with_environment(TOKEN, self.token)
         if self.supervisor and self.alive:
             top = self.supervisor["pid"]
@@ -56,7 +56,7 @@ class Owner(Record, kw_only=False):
 
 
 def create_owner(run: RunFolder, runtime: str, token: str = "") -> Owner:
-    """Record that the run is about to start; return the record. `token` is that of a process which waits for this."""
+    """Record that the run is about to start; return the record. `token` is that of a process that already waits."""
     owner = Owner(runtime, token or secrets.token_hex(16))
     write_json(run.outside(RECORD), owner.to_json())
     return owner
@@ -68,7 +68,7 @@ def record_supervisor(run: RunFolder, owner: Owner, supervisor: dict[str, Any]) 
 
 
 def read_owner(run: RunFolder) -> Owner | None:
-    """Return the record; None if nothing of the run is left or the record is damaged."""
+    """Return the record; None if no process of the run is left or the record is damaged."""
     try:
         owner = Owner.from_json(read_json(run.outside(RECORD)))
     except (OSError, ValueError):
@@ -77,7 +77,7 @@ def read_owner(run: RunFolder) -> Owner | None:
 
 
 def remove_owner(run: RunFolder) -> None:
-    """Remove the record of a run that has left nothing."""
+    """Remove the record of a run without remaining processes."""
     remove(run.outside(RECORD))
 
 

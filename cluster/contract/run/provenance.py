@@ -1,9 +1,9 @@
-"""Which runs this user started: digests of their records, kept where no container can write.
+"""The runs that this user has started: digests of their records, kept where no container can write.
 
-The records of a run determine what the next command starts: a preset's modules, a script, packages. They are in the
-run's folder, which its tasks can write and anybody can copy. So starting a run also notes the digests of its records in
-the user's state folder (`$XDG_STATE_HOME/tf-cluster/runs/`), and a run whose records match no note of its name is not
-trusted. Files that the tasks write later, such as checkpoints, are not covered.
+The records of a run determine which programs the next command starts: a preset's modules, a script, packages. They are
+in the run folder, which the tasks can write and anybody can copy. So starting a run also notes the digests of its
+records in the user's state folder (`$XDG_STATE_HOME/tf-cluster/runs/`), and a run is trusted only if its records match
+a note of its name. Files that the tasks write later, such as checkpoints, are not covered.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 
 ADDED_BY_TASKS = ("data", "environment")
-"""The parts of the manifest that the chief adds once it trains."""
+"""The parts of the manifest that the chief adds during training."""
 NOTES = 16
-"""How many notes to keep for a name, which may be used in several RUNS_DIRs and again with --fresh."""
+"""Number of notes kept for a name, which may be used in several RUNS_DIRs and again with --fresh."""
 
 
 def write_note(run: RunFolder) -> None:
@@ -33,19 +33,19 @@ def write_note(run: RunFolder) -> None:
 
 
 def note_rewriting(run: RunFolder) -> None:
-    """Note that a command of this user, which may be killed, changes a run without tasks until `write_note`."""
+    """Note, until `write_note`, that this user's command is changing a run's records, in case it is killed."""
     create_folder()
     write_json(_path(run.name), [_rewriting(run), *_notes(run.name)][:NOTES])
 
 
 def _rewriting(run: RunFolder) -> dict[str, str]:
-    """Return the note of records that are being changed, in this folder and in no other of that name."""
+    """Return the note for a run whose records are being changed; it is valid only for this folder."""
     status = run.path.stat()
     return {"rewriting": f"{run.path.resolve()} {status.st_dev} {status.st_ino}"}
 
 
 def check_trusted(run: RunFolder) -> None:
-    """Check that a run's records match a note."""
+    """Check that a run's records match a note; raise UsageError if they do not."""
     records, notes = dict(_digests(run)), _notes(run.name)
     if records in notes or _rewriting(run) in notes:
         return
@@ -62,7 +62,7 @@ def check_trusted(run: RunFolder) -> None:
 
 
 def check_hidden(folders: Iterable[Path]) -> None:
-    """Check that the notes are in none of the folders that containers see."""
+    """Check that the notes are in none of the folders that containers see; raise UsageError if they are."""
     for folder in folders:
         if _folder().resolve().is_relative_to(folder.resolve()):
             raise UsageError(
@@ -104,7 +104,7 @@ def _path(name: str) -> Path:
 
 
 def _notes(name: str) -> list[dict[str, str]]:
-    """Return the notes of a name, newest first; none if they cannot be read or belong to another user."""
+    """Return the notes of a run's name, newest first; none if they are unreadable or belong to another user."""
     path = _path(name)
     try:
         notes = read_json(path, []) if path.parent.stat().st_uid == os.geteuid() else []

@@ -1,4 +1,4 @@
-"""The records of a run and of how it ended, checked when they are read: tasks can write anything there."""
+"""The records of a run's progress and end, checked when they are read: tasks can write anything there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Number, R
 from cluster.system.json_files import RECORD_BYTES, REQUIRED, DamagedError, read_json
 
 TASK_BYTES = 2**20
-"""The largest record that a task writes often."""
+"""Size limit of records that tasks write often."""
 EVALUATED = "eval_"
 """The prefix of the metrics of evaluations."""
 T = TypeVar("T")
@@ -20,9 +20,9 @@ D = TypeVar("D")
 
 
 def read_record(path: Path, check: Callable[[Any], T], default: D = REQUIRED, *, limit: int = RECORD_BYTES) -> T | D:
-    """Read a record through its check, such as `Heartbeat.from_json`; one with more bytes than `limit` is not valid.
+    """Read a record of at most `limit` bytes, and validate it by a check such as `Heartbeat.from_json`.
 
-    Without a valid record, return the default; raise DamagedError if none is given.
+    Without a valid record, return the default; raise DamagedError if there is no default.
     """
     try:
         record: T | D = read_json(path, default, check=check, limit=limit)
@@ -57,7 +57,7 @@ FINAL_STATES = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.STOPPED})
 
 
 class Pace(Record):
-    """How long the steps of a task take, and for which share of that it waits for input or is busy."""
+    """The duration of a task's steps, and the shares of it in which the task waits for input or is busy."""
 
     steps: Count = 0
     step_ms: dict[str, Measured] | None = None
@@ -66,7 +66,7 @@ class Pace(Record):
 
 
 class Place(StrEnum):
-    """Where the tasks of a synchronous training wait for each other: in the start, then in this order in each step."""
+    """The barriers at which tasks of a synchronous training wait: at the start, then in this order in each step."""
 
     START = "start"
     EXCHANGE = "gradient exchange"
@@ -75,7 +75,7 @@ class Place(StrEnum):
 
 
 class Position(Record):
-    """The place that a task has entered last, whether it has left it, and for how many seconds that has been so."""
+    """The place that a task entered last, whether it has left that place, and for how many seconds this has held."""
 
     place: Place
     step: Count
@@ -99,13 +99,13 @@ class Heartbeat(Record):
     input_share: Measured = None
     busy_share: Measured = None
     pace: Pace | None = None
-    """All steps of the generation; the three fields before are about the newest steps."""
+    """The pace over all steps of the generation; the three fields above are about the newest steps."""
     position: Position | None = field(default=None, metadata=SPARSE)
     exit_code: ExitCode | None = field(default=None, metadata=SPARSE)
     obstacle: str | None = field(default=None, metadata=SPARSE)
     """The reason why the task cannot listen on its port."""
     importing: bool = field(default=False, metadata=SPARSE)
-    """Whether its process imports the libraries of the program."""
+    """Whether the process is importing the program's libraries."""
     ended: bool = field(default=False, metadata=SPARSE)
     """Whether this is the last heartbeat of the task's agent."""
     updated_at: Seconds
@@ -137,13 +137,13 @@ class Outcome(Record):
 
 
 class AfterStop(StrEnum):
-    """What follows a requested stop."""
+    """The purpose of a stop request."""
 
     END = ""
     SCALE = "scale"
-    """The run continues at once on another cluster."""
+    """The run continues immediately on another cluster."""
     REQUEUE = "requeue"
-    """The run's job frees its nodes; the run continues once the job has nodes again."""
+    """The run's job frees its nodes, and the run continues once the job has nodes again."""
 
 
 class StopRequest(Record):
@@ -159,7 +159,7 @@ class EndedAttempt(Record, kw_only=False):
 
     kind: str = field(default="external", metadata=SPARSE)
     last_step: Step = field(default=-1, metadata=SPARSE)
-    """The steps that the task at fault had done; -1: none."""
+    """The last step of the task at fault; -1 for none."""
     saved: Step = field(default=-1, metadata=SPARSE)
     """The step of the newest checkpoint at that time."""
     runtime_s: Seconds = field(default=0.0, metadata=SPARSE)
@@ -198,16 +198,16 @@ row = dictionary(_Row)
 
 
 class Generation(EndedAttempt):
-    """A start of the cluster and the attempt before it: `control/generations/<generation>.json`.
+    """A start of the cluster, and the end of the attempt before: `control/generations/<generation>.json`.
 
-    Without a task, `up` or `scale` began it.
+    A generation without a task was begun by `up` or `scale`.
     """
 
     generation: Count
     time: Seconds
     resumed: bool = field(default=False, metadata=SPARSE)
     task: str | None = field(default=None, metadata=SPARSE)
-    """The task whose failure or return began it."""
+    """The task whose failure or return caused the generation."""
     cause: str = field(default="", metadata=SPARSE)
     error: str | None = field(default=None, metadata=SPARSE)
     step: Count = field(default=0, metadata=SPARSE)
@@ -215,14 +215,14 @@ class Generation(EndedAttempt):
     failed_at: Seconds | None = field(default=None, metadata=SPARSE)
     pause_s: Seconds = field(default=0.0, metadata=SPARSE)
     single_steps_from: Count | None = field(default=None, metadata=SPARSE)
-    """The step from which it runs single steps."""
+    """The step from which the programs run single steps, see `step_record.single_steps`."""
     left_out: frozenset[str] = field(default=frozenset(), metadata=SPARSE)
     standby_ports: Count | None = field(default=None, metadata=SPARSE)
-    """The set of ports, 0 or 1, of the cluster of standby processes that it begins with."""
+    """The set of ports, 0 or 1, of the standby cluster with which the generation starts; None without one."""
 
     @property
     def failure_time(self) -> float:
-        """The time of the failure, or of the start without one."""
+        """The time of the failure; without a failure, the time of the start."""
         return self.time if self.failed_at is None else self.failed_at
 
     def require_number(self, number: int) -> Generation:
@@ -238,7 +238,7 @@ def generation(number: int) -> Callable[[Any], Generation]:
 
 
 class Activity(Record):
-    """The seconds of the chief's steps, for input and computing, and of what it did between them."""
+    """The chief's seconds by activity: input and computing in its steps, saving and evaluating between them."""
 
     input: Seconds
     compute: Seconds
@@ -253,15 +253,15 @@ class TimeLedger(Record):
     began: Seconds
     first_step_at: Seconds | None
     first: Count
-    """The steps before this generation."""
+    """The number of steps before this generation."""
     restored_from: str = field(default="", metadata=SPARSE)
-    """`memory` or `checkpoint`; empty for a training from the start."""
+    """`memory` or `checkpoint`; empty for a training that began from scratch."""
     updated_at: Seconds
     step: Count
     timed_steps: Count
     seconds: Activity
     saves: dict[str, Measured] = field(default_factory=dict)
-    """The interval between checkpoints, and the measurements that it follows from."""
+    """The interval between checkpoints, and the measurements from which it is derived."""
 
 
 class TraceRequest(Record):
@@ -274,7 +274,7 @@ class TraceRequest(Record):
 
 
 class TraceAnswer(Record):
-    """The answer to a request for a trace: the first and the last step, or an error."""
+    """The answer to a request for a trace: its first and last step, or an error."""
 
     id: str
     task: str
@@ -308,7 +308,7 @@ class Restart(Record):
     """Seconds from the failure until the process of a script started again."""
     steps_lost: Count | None = None
     restored_from: str = field(default="", metadata=SPARSE)
-    """`memory`: a task's snapshot; `checkpoint`; empty where training began again, and for one task alone."""
+    """`memory` (a task's snapshot) or `checkpoint`; empty if training began from scratch or one task restarted."""
 
 
 class Straggler(Record, kw_only=False):
@@ -318,7 +318,7 @@ class Straggler(Record, kw_only=False):
     slower: Number
     """How many times as long it is busy as the median of the others."""
     input_part: Number
-    """The part of the difference that is waiting for input."""
+    """The part of the difference that is due to waiting for input."""
 
     def __str__(self) -> str:
         return f"{self.task} is {self.slower:.1f}x slower, {self.input_part:.0%} of it in input".replace("%", " %")
@@ -329,7 +329,7 @@ class Starved(Record, kw_only=False):
 
     task: str
     input_share: Number
-    """The share of the time of its steps."""
+    """The share of its steps' time in which it waits."""
 
     def __str__(self) -> str:
         return f"{self.task} waits {self.input_share:.0%} of the time for input".replace("%", " %")
@@ -354,7 +354,7 @@ class Cause(Record):
 
 
 class MembershipChange(Record):
-    """A generation with other tasks than the one before, and its first step."""
+    """A generation whose tasks differ from those of the previous one, and the step from which it continued."""
 
     generation: Count
     step: Count
@@ -388,12 +388,12 @@ class Summary(Record):
     pace: Paces = field(default_factory=Paces)
     tasks: dict[str, ExitCode | None] = field(default_factory=dict)
     cause: Cause | None = field(default=None, metadata=SPARSE)
-    """Only of a failed run."""
+    """Set only for a failed run."""
     membership: tuple[MembershipChange, ...] = field(default=(), metadata=SPARSE)
 
     @property
     def score(self) -> tuple[str, float] | None:
-        """The name and value of the one metric that stands for the model's quality: the first that is not the loss."""
+        """The metric that represents the model's quality, with its value: the first evaluated one except the loss."""
         evaluated = [(name, value) for name, value in self.metrics.items() if name.startswith(EVALUATED)]
         known = [(name.removeprefix(EVALUATED), value) for name, value in evaluated if value is not None]
         return min(known, key=lambda each: each[0] == "loss", default=None)

@@ -1,4 +1,4 @@
-"""Prerequisite checks, each with its fix; of GPUs: their driver, their memory, and whether containers can use them."""
+"""Checks of prerequisites, each with its fix, including GPUs: the driver, the memory, and their use in containers."""
 
 import importlib.metadata
 import json
@@ -28,7 +28,7 @@ LOCKS = ("host", "train-gpu" if _HAS_CUDA else "train-cpu", "tensorboard")
 
 
 def examine_machine(port: int = tensorboard.PORT) -> list[Finding]:
-    """Return the findings about this machine. Nothing is changed, and only `gpus` starts a container."""
+    """Return the findings about this machine. Changes nothing; only `examine_gpus` starts a container."""
     findings = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
     for runtime in registry.RUNTIMES.values():
         findings += runtime.examine()
@@ -104,14 +104,14 @@ def _port(port: int) -> Finding:
 # (docs.nvidia.com/cuda/archive/12.5.1/cuda-toolkit-release-notes). TensorFlow 2.21 is compiled with CUDA 12.5; the
 # newer 12.x libraries in train-gpu.lock run on its driver by the same minor-version compatibility.
 MIN_DRIVER = "525.60.13"
-"""For CUDA 12.x by minor-version compatibility: it runs, but what 12.5 added is missing."""
+"""The oldest driver for CUDA 12.x, by minor-version compatibility, without the features that 12.5 added."""
 FULL_DRIVER = "555.42.02"
-"""For all of CUDA 12.5."""
+"""The oldest driver for all features of CUDA 12.5."""
 OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
-"""The compute capabilities that TensorFlow's wheels have kernels for: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
+"""The compute capabilities with kernels in TensorFlow's wheels: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
 MIN_SHARED_BYTES = 2**30
-"""What NVIDIA recommends for NCCL, and what tasks' containers have (`compose_services.GPU_SHM`)."""
+"""NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_services.GPU_SHM`)."""
 QUERY = (
     "--query-gpu=driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap",
     "--format=csv,noheader",
@@ -124,7 +124,7 @@ PROBE = ROOT / "docker" / "see_gpus.py"
 
 
 def examine_gpus() -> list[Finding]:
-    """Return the findings about GPUs. Nothing is changed; one container examines itself and is removed."""
+    """Return the findings about GPUs. Changes nothing; one container examines itself and is removed."""
     if shutil.which("nvidia-smi") is None:
         return [Finding("gpus", "ok", "none: no nvidia-smi on this machine")]
     code, text = devices.ask_nvidia_smi(*QUERY)
@@ -133,7 +133,7 @@ def examine_gpus() -> list[Finding]:
         why = (text.strip() or "it lists no GPU").splitlines()[-1]
         fix = "run `nvidia-smi`, reload or install NVIDIA's driver; until then --gpus none"
         return [Finding("gpus", "warning", f"nvidia-smi reports none: {why}", fix)]
-    # A process sees a single instance of a GPU that is split into instances, not as many GPUs as there are.
+    # With MIG, a process sees only a single instance, whatever the number of GPUs.
     split = any(mig == "Enabled" for _, _, mig, *_ in rows)
     return [
         _models(rows),
@@ -198,7 +198,7 @@ def _shared_bytes() -> int:
 def _containers(count: int) -> list[Finding]:
     """Return the findings about GPUs in containers, from one of the real image that must see `count`."""
     if not engine.probe().ready:
-        return []  # a finding of the runtime says so
+        return []  # the runtime has a finding for that
     try:
         devices.check_engine()
     except PrerequisiteError as error:
@@ -207,13 +207,13 @@ def _containers(count: int) -> list[Finding]:
     if engine.ask("image", "inspect", "--format={{.Id}}", image)[0]:
         return [Finding("gpu image", "warning", f"{image} is not built", BUILD)]
     name = f"tf-cluster-doctor-{os.getpid()}"
-    # Under the restrictions of a task.
+    # With the restrictions of a task.
     command = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose_services.task_user()}"]
     command += ["--gpus=all", f"--shm-size={compose_services.GPU_SHM}", "--network=none", "--read-only"]
     command += [f"--ulimit={key}={value}" for key, value in compose_services.GPU_LIMITS.items()]
     command += ["--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
     code, text = engine.ask(*command, "--entrypoint=python", image, "-c", PROBE.read_text(), timeout_s=PROBE_TIMEOUT_S)
-    if code == processes.TIMED_OUT:  # the client was ended, but not the container
+    if code == processes.TIMED_OUT:  # only the client was ended, not the container
         engine.ask("rm", "--force", name)
     return [judge_image(code, text, count)]
 

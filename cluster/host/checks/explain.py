@@ -1,6 +1,6 @@
-"""`invoke explain`: a cluster in words and every mistake of its TF_CONFIG, each with its fix.
+"""`invoke explain`: describes a cluster and lists all mistakes in its TF_CONFIG, each with its fix.
 
-`cluster.contract.tf_config.parse` refuses a TF_CONFIG at its first mistake; here it is read as far as possible.
+`cluster.contract.tf_config.parse` stops at the first mistake; this module reads a TF_CONFIG as far as possible.
 """
 
 import difflib
@@ -35,7 +35,7 @@ _WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 @dataclass(frozen=True)
 class Member:
-    """A task as a TF_CONFIG lists it."""
+    """A task that a TF_CONFIG lists."""
 
     role: str
     index: int
@@ -51,38 +51,38 @@ class Member:
 
     @property
     def port(self) -> int | None:
-        """The port; None where there is none, or it is not a number."""
+        """The port; None if it is missing or not a number."""
         text = self.address.rpartition(":")[2]
         return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and ":" in self.address else None
 
     @property
     def is_here(self) -> bool:
-        """Whether the address is that of whichever machine uses it."""
+        """Whether the address means the local machine on every machine."""
         return self.host.lower().startswith(_THIS_MACHINE)
 
 
 @dataclass
 class Explained:
-    """A cluster, what each of its tasks does, and the mistakes of its TF_CONFIG."""
+    """A cluster, the part of each of its tasks, and the mistakes in its TF_CONFIG."""
 
     source: str
-    """Where the cluster is described, in words."""
+    """The source of the description, in words."""
     strategy: Strategy | None = None
-    """The one that trains on it; None where nothing says."""
+    """The strategy of the training; None if unknown."""
     members: list[Member] = field(default_factory=list)
     role: str = ""
-    """Type of the task that the TF_CONFIG was made for; empty where it names none."""
+    """The type of the TF_CONFIG's own task; empty if it names none."""
     index: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing must be corrected; warnings are no mistakes."""
+        """Whether there are no mistakes; warnings do not count."""
         return all(finding.state != "failed" for finding in self.findings)
 
     @property
     def likely(self) -> Strategy:
-        """The strategy, or the one that such clusters are made for."""
+        """The strategy or, if unknown, the usual one of such a cluster."""
         guess = "ps" if self.select("ps") else "multiworker" if len(self.members) > 1 else "one"
         return self.strategy or strategies.get(guess)
 
@@ -126,7 +126,7 @@ class Explained:
 
     @plain_lines
     def lines(self, *, lint: bool) -> list[str]:
-        """Return it as lines of text: the cluster and its mistakes, or with `lint` only the latter."""
+        """Format the explanation as lines of text; with `lint`, only the mistakes."""
         verdict = columns(finding.row for finding in self.findings) or [f"{self.source}: nothing is wrong"]
         if lint:
             return verdict
@@ -153,7 +153,7 @@ def explain_text(text: str, source: str, strategy: str = "") -> Explained:
 
 
 def explain_cluster(cluster: ClusterSpec, source: str, task: str = "") -> Explained:
-    """Return the explanation of one of our clusters, from the TF_CONFIG that one of its tasks gets."""
+    """Return the explanation of a run's cluster, from the TF_CONFIG of one of its tasks."""
     member = cluster.task(task) if task else cluster.tasks[0]
     text = tf_config.dumps(cluster, member)
     if text is None:

@@ -1,4 +1,4 @@
-"""`invoke rerun`: a run once more from its manifest, compared step by step and bit by bit."""
+"""`invoke rerun`: repeats a run from its manifest, and compares both step by step and bit by bit."""
 
 import contextlib
 import sys
@@ -22,18 +22,18 @@ from cluster.system.messages import counted, short_path
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
 """The parts of a manifest in which two runs may differ."""
 CODE_HASHES = tuple(f"code.{part}_sha256" for part in manifest.CODE)
-"""Where two runs agree in these, their commits differ in documentation or tests alone."""
+"""If two runs agree in these, their commits differ only in documentation or tests."""
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """How far two runs are from each other."""
+    """The comparison of two runs."""
 
     verdict: str
     """`identical` or `different`."""
     steps_compared: int
     max_relative: float
-    """Largest relative difference between the losses of a step."""
+    """The largest relative difference between the losses of a step."""
     from_step: int | None
     """The first step whose losses differ."""
     same_weights: bool
@@ -43,9 +43,9 @@ class RunComparison:
 def repeat_run(
     run: RunFolder, runtime: str, sh: Shell, *, trust: bool = False, shown: bool = True
 ) -> tuple[RunFolder, RunComparison | None]:
-    """Make a run again, by default on its own runtime; return the new one and the comparison, if it succeeded.
+    """Repeat a run, by default on its own runtime; return the new run and, if it succeeded, the comparison.
 
-    With `trust` the run may be one that this user did not start. `shown` shows the new run while it trains.
+    `trust` accepts a run that this user did not start. `shown` shows the new run while it trains.
     """
     _check(run)
     runtime = runtime or str(run.load_manifest().get("runtime", "auto"))
@@ -74,7 +74,7 @@ def _check(run: RunFolder) -> None:
 
 
 def compare_repeated(first: RunFolder, second: RunFolder) -> RunComparison:
-    """Compare two runs that succeeded."""
+    """Compare two successful runs."""
     losses, others = first.losses(), second.losses()
     apart = {
         step: abs(losses[step] - others[step]) / max(abs(losses[step]), 1e-30)
@@ -89,7 +89,7 @@ def compare_repeated(first: RunFolder, second: RunFolder) -> RunComparison:
 
 @plain_lines
 def rerun_lines(second: RunFolder, compared: RunComparison | None) -> list[str]:
-    """Return the lines that the command prints about a run that was made again."""
+    """Format the result of a repeated run as lines of text."""
     if compared is None:
         return ended_lines(second)
     steps, folder = counted(compared.steps_compared, "logged step"), f"run folder   {short_path(second.path)}"

@@ -1,6 +1,6 @@
-"""Short real trainings with every strategy and both loops: whether each trains, and whether their results agree.
+"""Short real trainings with every strategy and both loops, to check that each trains and that their results agree.
 
-Each is a separate `invoke up`, one after the other, in a temporary folder of runs.
+Each is a separate `invoke up`, one after another, in a temporary folder of runs.
 """
 
 import math
@@ -26,19 +26,19 @@ from cluster.system.errors import EXIT_DONE, EXIT_PREREQUISITE
 DATASET = "fashion_mnist"
 STEPS = 20
 TRAINING = f"--max-steps {STEPS} --log-every 1 --steps-per-loop 5 --evaluate-every 1000".split()
-"""A short training that logs every step and is evaluated only at its end."""
+"""The options of a short training that logs every step and is evaluated only at its end."""
 
 PARITY_STEPS = 10
 PARITY = 1e-6
-"""Largest relative difference between the losses of the first steps and the reference's, from the order of sums."""
+"""Tolerance, relative, between the losses of the first steps and the reference's, due to the order of sums."""
 ACCURACY = 0.002
-"""Largest difference between the accuracy on the test set and the reference's."""
+"""Tolerance between the accuracy on the test set and the reference's."""
 BAND = 0.05
-"""Largest relative difference between an asynchronous training's evaluation loss and the reference's."""
+"""Tolerance, relative, between an asynchronous training's evaluation loss and the reference's."""
 
 CASE_LIMIT_S = 90.0
 LIMIT_S = 285.0
-"""Seconds for all cases together."""
+"""Time limit for all cases together, in seconds."""
 
 OK, FAILED, UNVERIFIED = "ok", "failed", "not verified on hardware"
 
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One training: the options of `up`."""
+    """One training, by its options of `up`."""
 
     strategy: str
     loop: str
@@ -71,7 +71,7 @@ CASES = tuple(
     for loop in ("custom", "fit")
     if loop == "custom" or not record.staged
 )
-"""The first one is the reference: the others are compared with it."""
+"""The cases. The first one is the reference with which the others are compared."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class CaseOutcome:
     """How a case's run ended."""
 
     code: int | None
-    """Exit code of `up`; None where it did not end by itself."""
+    """The exit code of `up`; None if it did not end by itself."""
     problem: str = ""
-    """Why it counts as failed; empty where it trained as it should."""
+    """The reason of a failure; empty for a success."""
     seconds: float = 0.0
     keras: str | None = None
     losses: dict[int, float] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def verify_strategies(log: Callable[[str], object]) -> list[Row]:
     rows: list[Row] = []
     same: dict[str | None, Case] = {}
     runs = Path(tempfile.mkdtemp(prefix="tf-cluster-verify-"))
-    # SIGTERM is handled as Ctrl-C is: what was started must be ended.
+    # Handle SIGTERM like Ctrl-C, to end the started run.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for case in CASES:
@@ -117,16 +117,16 @@ def verify_strategies(log: Callable[[str], object]) -> list[Row]:
 
 
 def count_failed(rows: list[Row]) -> int:
-    """Return how many rows failed."""
+    """Return the number of failed rows."""
     return sum(row["status"] == FAILED for row in rows)
 
 
 def train_case(case: Case, runs: Path, limit_s: float) -> CaseOutcome:
-    """Run a case in a folder of runs; whatever it started has ended when this returns."""
+    """Run a case in a folder of runs; all its processes have ended when this returns."""
     if limit_s <= 0:
         return CaseOutcome(None, f"not started: all cases have {LIMIT_S:g} s together, and these are over")
     log, scratch, began = runs / f"{case.name}.log", runs / "tmp", time.monotonic()
-    scratch.mkdir(exist_ok=True)  # a TensorFlow process that is ended leaves temporary files behind
+    scratch.mkdir(exist_ok=True)  # TensorFlow leaves temporary files behind when it is ended
     places = {"RUNS_DIR": str(runs), "DATA_DIR": str(folders.data_dir()), "TMPDIR": str(scratch)}
     up, environment = None, os.environ | places
     with log.open("wb") as output:
@@ -137,7 +137,7 @@ def train_case(case: Case, runs: Path, limit_s: float) -> CaseOutcome:
             code = None
         finally:
             processes.kill_with_environment("RUNS_DIR", str(runs))
-            if up:  # Ctrl-C may come while it is being started
+            if up:  # None if interrupted during its start
                 up.wait()
     printed = log.read_text(errors="replace").splitlines()
     return _read(RunFolder(runs / case.name), code, printed, time.monotonic() - began)
@@ -150,7 +150,7 @@ def case_command(case: Case) -> list[str]:
 
 
 def judge_case(case: Case, ended: CaseOutcome, reference: CaseOutcome | None) -> Row:
-    """Return the row of a case that ended so; the reference is None where the first case failed."""
+    """Return the row of a case's outcome; the reference is None if the first case failed."""
     parity = None
     if case.kind.hardware and ended.code == EXIT_PREREQUISITE:
         status, detail = UNVERIFIED, ended.problem
@@ -175,7 +175,7 @@ def judge_case(case: Case, ended: CaseOutcome, reference: CaseOutcome | None) ->
 
 
 def table_lines(rows: list[Row]) -> list[str]:
-    """Return the rows as a table for a terminal."""
+    """Format the rows as a table for a terminal."""
     shown = [("STRATEGY", "LOOP", "KERAS", "STATUS", "PARITY", "DETAIL")]
     for row in rows:
         parity = cell(row["parity"], "{:.1e}")
@@ -206,10 +206,7 @@ def _read(run: RunFolder, code: int | None, printed: list[str], seconds: float) 
 
 
 def _disagreement(ended: CaseOutcome, reference: CaseOutcome, parity: float | None) -> str:
-    """Return in which way a training and the reference disagree; empty where they agree.
-
-    Comparisons are written so that NaN disagrees.
-    """
+    """Describe how a training and the reference disagree; empty if they agree. NaN counts as a disagreement."""
     first, last = ended.losses[1], ended.losses[STEPS]
     if parity is None:
         loss, expected = (each.metrics.get("eval_loss", math.nan) for each in (ended, reference))

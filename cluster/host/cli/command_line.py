@@ -1,4 +1,4 @@
-"""What all tasks share: their options, optional positional arguments, errors in one line, a shell, output."""
+"""Shared by all tasks: decorators, options, optional positional arguments, error reports, a shell, output."""
 
 import contextlib
 import functools
@@ -41,17 +41,17 @@ SHARED_HELP = {name: option.full_help for name, option in OPTIONS.items()} | {
     "json": "print as JSON (default: no)",
     "run": "run folder's name (default: the current run)",
 }
-"""The help of options that several tasks have, unless `help.toml` has another one."""
+"""The help of options that several tasks share, unless `help.toml` overrides it."""
 KEPT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
-"""Python's own variables that our programs inherit; others change where they find modules, what they skip of them, or
-whether they end (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
+"""The only PYTHON* variables that our programs inherit: others change the search for modules, skip assertions or keep a
+program from ending (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
 KNOWN_CODES = (errors.EXIT_USAGE, errors.EXIT_PREREQUISITE, errors.EXIT_TIMEOUT, errors.EXIT_INTERRUPTED)
 UNTYPED: dict[tuple[type, ...], bool | None] = {(list,): None, (bool,): False}
-"""The values by which invoke knows the type of an option that takes no word, or several."""
+"""The defaults of flags and of options that can be repeated, in invoke's form; any other option's is a string."""
 INTERRUPTED_S = 5.0
-"""How long a command may take to end once it is interrupted before anybody waits for it."""
+"""How long a command may take to end if it is interrupted before invoke waits for it."""
 COMMANDS: set[str] = set()
-"""The names of all commands, which no new run may have; `tasks.py` sets them."""
+"""The names of all commands, which are invalid as names of new runs; set by `tasks.py`."""
 
 parsing.install()
 
@@ -61,9 +61,9 @@ def task(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorator that turns a function into a task; its first argument is invoke's context, its value the exit code.
 
-    Options whose default is None may be given without their names, but for those that may be `repeated`. Their help is
-    in `help.toml`, in which names stand for the `values`. A task `has_dry_run` if all that it changes, it changes by
-    commands: then invoke's own --dry is enough.
+    Options whose default is None are positional arguments, except those in `repeated`. Their help is in `help.toml`,
+    with placeholders for `values`. A task `has_dry_run` if it changes things only through shell commands, so that
+    invoke's own --dry is enough.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
@@ -125,7 +125,7 @@ def takes_request(
 
 
 def parse_options(**words: Any) -> dict[str, Any]:
-    """Return the fields of a request for options as they were typed, without those that were left out."""
+    """Return the fields of a request for the options that were typed."""
     return {name: OPTIONS[name].parse(word) for name, word in words.items() if word}
 
 
@@ -155,7 +155,7 @@ def report_errors(body: Callable[..., Any], *, has_dry_run: bool = False) -> Cal
 
 
 def normalise_environment() -> None:
-    """Remove variables that change how our programs run, and print characters that an encoding lacks as escapes."""
+    """Remove variables that change how our programs run, and escape characters that the output cannot encode."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def normalise_environment() -> None:
 
 
 def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Exit | None:
-    """Run a task; return the exit that it ends with, or None."""
+    """Run a task; return the `Exit` to raise for its error or exit code, or None."""
     message = None
     try:
         normalise_environment()
@@ -196,7 +196,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
 
 
 def _explained(error: OSError) -> str:
-    """Return the refusal of the system with its fix; the system does not always name the file."""
+    """Return an error of the operating system with a fix; the error may lack a file name."""
     if error.errno in DISK_FULL and not error.filename:
         where = short_path(folders.runs_dir())
         return (
@@ -206,9 +206,9 @@ def _explained(error: OSError) -> str:
 
 
 def ask_user(question: str) -> str:
-    """Ask on the terminal; return the answer in lower case, `no` at its end (Ctrl-D).
+    """Ask on the terminal; return the answer in lower case, `no` at the end of the input (Ctrl-D).
 
-    Keys that were pressed before the question was shown are no answer to it.
+    Input that was typed before the question is discarded.
     """
     with contextlib.suppress(termios.error, OSError, ValueError):
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
@@ -220,7 +220,7 @@ def ask_user(question: str) -> str:
 
 
 def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:
-    """Print a value for programs, or as lines of text."""
+    """Print a value as JSON, or as lines of text."""
     if as_json:
         print(json.dumps(value, indent=2))
     elif text := lines(value):
@@ -228,16 +228,16 @@ def show(value: Any, lines: Callable[[Any], Sequence[str]], *, as_json: bool) ->
 
 
 def in_checkout(c: Context) -> AbstractContextManager[None]:
-    """Run commands in the checkout, whatever its folder is called: invoke's own `cd` quotes only spaces."""
+    """Context manager that runs commands in the checkout, whatever its path: invoke's own `cd` quotes only spaces."""
     prefix: AbstractContextManager[None] = c.prefix(f"cd {shlex.quote(str(ROOT))}")
     return prefix
 
 
 def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
-    """Return a function that runs a command in the checkout and shows its output.
+    """Return a function that runs a command in the checkout and prints its output.
 
-    With `aside` the output is shown on stderr, because a program reads stdout; with `quiet` the command itself is not
-    shown, because a program may read the output.
+    With `aside` the output goes to stderr, because a program reads stdout; with `quiet` the command itself is not
+    printed, because a program may read the output.
     """
     c.config.runners.local = Runner
 

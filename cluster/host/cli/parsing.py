@@ -1,12 +1,12 @@
-"""How invoke reads and completes a command line and shows help here.
+"""Changes to invoke's parsing, completion and help.
 
-Positional arguments may be left out, a typo is refused as elsewhere, and help begins with the commands and options in
-daily use. invoke has no setting for these and a task file cannot replace the program that loads it, so public methods
-of its are replaced.
+Positional arguments may be left out, typos get suggestions, and help begins with the commands and options in daily use.
+invoke has no setting for these, and a task file cannot replace the program that loads it, so this module replaces some
+of invoke's public methods.
 
-invoke completes the names of tasks and options; here are values: runs, tasks, faults, presets and training options. Its
-scripts pass the words that were typed without the empty one that may follow them, and the shell keeps the candidates
-that begin as the last word does.
+invoke completes the names of tasks and options; this module completes values: runs, tasks, faults, presets and training
+options. invoke's completion scripts omit an empty last word, and the shell keeps only candidates that begin with the
+last word.
 """
 
 import contextlib
@@ -41,23 +41,23 @@ DAILY: list[str] = _WORDS["commands"]
 DAILY_OPTIONS: list[str] = _WORDS["options"]
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"  # of a command, all options; of the program, all commands
 VALUES = {name: "N" for name, option in OPTIONS.items() if option.types == (int,)}
-"""What help calls the value of an option; its own name in capitals if it is not here."""
+"""The placeholder of an option's value in help, by default the option's name in capitals."""
 VALUES |= {name: value for value, names in _WORDS["values"].items() for name in names}
 MUST_BE_NAMED = "must be named"
-"""In the help of a positional argument that has no default."""
+"""The mark in the help of a positional argument that must not be left out."""
 OF_EVERY_TASK = ("--help", "-h", "--dry", "-R")
-"""Those of invoke's own options that may follow a task; others, such as --debug, are none that a task would heed."""
+"""The invoke options that may follow a task; others, such as --debug, have no effect on one."""
 _UNKNOWN = "No idea what"
-"""How invoke's own message about a word begins that is neither an option nor a task."""
+"""The beginning of invoke's message about a word that is neither an option nor a task."""
 _LIKENESS = 0.7
-"""Similarity from which another word is suggested; `--epochs` is not `--ps`."""
+"""The minimum similarity for a suggestion, too high for `--ps` as a suggestion for `--epochs`."""
 _handle, _complete_context = ParseMachine.handle, ParseMachine.complete_context
 _switch_to_context, _parse_cleanup = ParseMachine.switch_to_context, Program.parse_cleanup
 _print_help, _display = Program.print_help, Program.display_with_columns
 
 
 class _Shown:
-    """How much the help that was requested shows."""
+    """The extent of the requested help."""
 
     everything = False
     other_commands = True
@@ -83,7 +83,7 @@ def install() -> None:
 
 
 def has_closed_output() -> bool:
-    """Return whether nobody reads the output; the rest is then discarded, so that Python's own flush does not fail."""
+    """Return whether the reader has closed the output; then discard the rest, so that Python's final flush succeeds."""
     closed = False
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -95,7 +95,7 @@ def has_closed_output() -> bool:
 
 
 def _leave_out(machine: ParseMachine) -> None:
-    """Give missing positional arguments an empty value: invoke requires each, but `logs` makes sense without a task."""
+    """Give missing positional arguments an empty value: invoke requires them, but `logs`, for one, works without."""
     for argument in machine.context.missing_positional_args if machine.context else ():
         argument.set_value("")
 
@@ -126,7 +126,7 @@ def _handle_leniently(machine: ParseMachine, token: str) -> None:
 
 
 def _switch_to_only_context(machine: ParseMachine, name: str) -> None:
-    """Refuse a second command: a word too many would run as one, whatever it deletes."""
+    """Refuse a second command: an extra word could otherwise run one that deletes files."""
     if task := machine.context.name:
         raise Misuse(f"{name!r} after `{task}` is a separate command; give one command on a line", machine.context)
     if _Shown.everything:
@@ -166,7 +166,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _print_help_or_list(program: Program) -> None:
-    """Print the help or the list of tasks if either is requested; a reader that closes the pipe ends it quietly."""
+    """Print the help or the list of tasks if requested; exit quietly if the reader closes the pipe."""
     ended: Exit | None = None
     try:
         if program.args.complete.value:
@@ -274,13 +274,13 @@ COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
     "runtime": lambda: [registry.AUTO, *registry.RUNTIMES],
     "strategy": lambda: [strategies.AUTO, *strategies.STRATEGIES],
 }
-"""Returns the values of an argument, by its name."""
+"""The functions that return the possible values of an argument, by its name."""
 
 
 def find_candidates(collection: Collection, contexts: dict[str, ParserContext], typed: str) -> list[str]:
-    """Return the values that may stand where a command line ends; empty where invoke completes names, or on any error.
+    """Return the possible values at the end of a command line; empty if invoke completes names, or on any error.
 
-    `contexts` holds the arguments of each task, by name; `typed` begins with the program's name.
+    `contexts` has the arguments of each task, by name; `typed` begins with the program's name.
     """
     try:
         words = shlex.split(typed)[1:]
@@ -303,7 +303,7 @@ def find_candidates(collection: Collection, contexts: dict[str, ParserContext], 
 def _values_after(context: ParserContext, words: Sequence[str]) -> list[str]:
     name, num_positional, flag = "", 0, ""
     for word in words[1:]:
-        if word == "=":  # bash splits words there
+        if word == "=":  # bash splits words at it
             continue
         argument = context.flags.get(word)
         if argument:

@@ -1,1 +1,1 @@
-"""Operations on runs: watch, scale, trace, inject faults, end, clean up."""
+"""Operations on runs: watching, scaling, tracing, injecting faults, uploading, ending and deleting."""

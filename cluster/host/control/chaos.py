@@ -1,7 +1,7 @@
-"""Inject faults into a run and measure their cost: `invoke chaos KIND TASK` and `invoke chaos storm`.
+"""Injects faults into a run and measures their cost: `invoke chaos KIND TASK` and `invoke chaos storm`.
 
-A fault is an event in the run folder, so that the run's own summary counts from it; results go to `chaos.jsonl` there.
-A runtime's injector injects each kind, by a method of its name.
+Each fault is recorded as an event in the run folder, from which the run's summary measures its restarts; the costs are
+appended to `chaos.jsonl` there. A runtime's injector has a method for each kind of fault.
 """
 
 import random
@@ -25,12 +25,12 @@ from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
 SLOW_S = 10.0
-"""Duration of a fault that no other task acts on: one that only slows a task down, or any in a run of one task."""
+"""Duration of a fault to which no agent reacts: one that only slows a task down, or a lasting one in a single task."""
 RECOVERY_TIMEOUT_S = 300.0
 POLL_S = 0.02
 WORKING = ("training", "saving", "evaluating", "done", "stopped")
 STEPS_BETWEEN = (5, 40)
-"""Fewest and most new steps between two faults of a storm."""
+"""The minimum and maximum number of new steps between two faults of a storm."""
 STORM = "storm"
 
 
@@ -38,48 +38,48 @@ STORM = "storm"
 class FaultKind:
     """The properties of a kind of fault."""
 
-    name: str  # on the command line, and of the method that injects it
-    lasts: bool = False  # until it is undone, which happens once the others have noticed it
-    unnoticed: bool = False  # no other task acts on it, so that it is ended after some seconds
-    ends: tuple[str | None, ...] = (None, "succeeded")  # how the run may end because of it; None: it continues
-    takes_whole: bool = False  # it can be injected into the task's agent, too
-    recorded: bool = True  # by an event, from which everything is counted
-    needs_trainer: str = ""  # why it needs the built-in trainer; empty where it does not
-    draws: int = 0  # how often it is among the kinds that a storm draws from, where the run survives it
-    whole_draws: int = 0  # the same for the whole task
-    synchronous: bool = False  # drawn for synchronous strategies alone: it costs steps that others cannot repeat
-    elastic: bool = False  # drawn only for runs that continue without a worker, and it lasts until they do
+    name: str  # on the command line, and of the injector's method
+    lasts: bool = False  # whether it lasts until undone, which happens once an agent has reacted
+    unnoticed: bool = False  # whether no agent reacts, so that it is undone after `SLOW_S`
+    ends: tuple[str | None, ...] = (None, "succeeded")  # the acceptable outcomes of the run; None: it continues
+    takes_whole: bool = False  # whether it can be injected into the task's agent, too
+    recorded: bool = True  # whether an event is recorded, from which times are measured
+    needs_trainer: str = ""  # why it needs the built-in trainer; empty if it does not
+    draws: int = 0  # its weight in the draws of a storm, if the run survives it
+    whole_draws: int = 0  # its weight with the whole task as the target
+    synchronous: bool = False  # drawn only for synchronous strategies: it costs steps that others cannot repeat
+    elastic: bool = False  # drawn only for runs that can continue without a worker; lasts until they do
 
 
 KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
         FaultKind("kill", takes_whole=True, draws=6, whole_draws=2),
-        FaultKind("lose", lasts=True, draws=1, elastic=True),  # the machine that was lost is there again
+        FaultKind("lose", lasts=True, draws=1, elastic=True),  # as if the lost machine came back
         FaultKind("stop", ends=("stopped",)),
-        FaultKind("pause", lasts=True, draws=1),  # the machine that hung comes back
+        FaultKind("pause", lasts=True, draws=1),  # as if the machine hung for a while
         FaultKind("slow", lasts=True, unnoticed=True, draws=1),
-        # A damaged checkpoint costs the steps since the one before it.
+        # A damaged checkpoint costs the steps since the previous one.
         FaultKind("corrupt", needs_trainer="only the script knows its checkpoints", draws=1, synchronous=True),
         FaultKind("flip", needs_trainer="only the built-in trainer compares weights"),
-        FaultKind("partition", lasts=True, draws=1),  # the cable is plugged in again
+        FaultKind("partition", lasts=True, draws=1),  # as if a cable was unplugged for a while
         FaultKind("oom", draws=1),
-        FaultKind("diskfull", ends=("failed",), recorded=False),  # no room is left for an event
+        FaultKind("diskfull", ends=("failed",), recorded=False),  # the disk has no room for an event
     )
 }
-"""Every kind by its name; a storm draws from them in this order."""
+"""The kinds of fault by name. The order determines the draws of a storm with a given seed."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault, the task, and the earliest step."""
+    """A fault to inject: its kind, the task, and the earliest step."""
 
     kind: str
     task: str
     at_step: int = 0
-    """The fault is injected once the run has done this many steps."""
+    """The number of steps that the run must have done before the fault is injected."""
     whole: bool = False
-    """For `kill`: kill the task's agent, too, as when its container or machine dies."""
+    """For `kill`: whether to kill the task's agent, too, as if its container or machine died."""
 
     def __str__(self) -> str:
         return f"{self.kind}{' --whole' if self.whole else ''} {self.task}"
@@ -87,24 +87,24 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultCost:
-    """The cost of a fault; times in seconds from the fault."""
+    """The cost of a fault. Times are in seconds from the fault."""
 
     kind: str
     task: str
     step: int
     """The newest step when the fault was injected."""
     detected_s: float | None
-    """Until an agent acted on it; None if nothing had to be restarted."""
+    """Time until an agent reacted; None if nothing was restarted."""
     resumed_s: float | None
-    """Until the next new step, or the run's end; None for a script, which reports no steps."""
+    """Time until the next new step, or the run's end; None for a script, which reports no steps."""
     steps_lost: int | None
     ended: str | None
     script_started_s: float | None = None
-    """Until the processes of a script that had to be restarted had started."""
+    """Time until the restarted processes of a script had started."""
 
     @property
     def as_it_should(self) -> bool:
-        """Whether the run continued, or ended as this fault requires."""
+        """Whether the outcome is one of those that the kind of fault allows in `ends`."""
         return self.ended in KINDS[self.kind].ends
 
     @property
@@ -125,7 +125,7 @@ class FaultCost:
 
 
 def check_fault(run: RunFolder, fault: Fault) -> None:
-    """Check that a fault can be injected into a run."""
+    """Check that a fault can be injected into a run; raise UsageError if not."""
     if fault.kind not in KINDS:
         raise UsageError(f"unknown fault {fault.kind!r}{nearest(fault.kind, [*KINDS, STORM])}")
     kind = KINDS[fault.kind]
@@ -140,11 +140,11 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
 
 
 def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> FaultCost:
-    """Inject a fault, and return once the run has recovered or ended.
+    """Inject a fault; return its cost once the run has recovered or ended.
 
     Raises:
-        UsageError: the run does not allow it.
-        TimedOut: the run neither recovered nor ended.
+        UsageError: the fault is refused, or the run ended before it could be injected.
+        TimedOut: the run did not become ready, or neither recovered nor ended.
     """
     injector = registry.find_runtime(run).faults(run)
     _await(lambda: _ready(run, fault), run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
@@ -152,7 +152,7 @@ def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) 
         raise UsageError(f"run {run.name!r} ended before step {fault.at_step}; nothing was injected")
     watch = _Watch(run, fault)
     try:
-        if watch.kind.recorded:  # all times are measured from this event
+        if watch.kind.recorded:  # times are measured from this event
             run.event(fault.task, "fault", step=run.newest_step, kind=fault.kind, whole=fault.whole)
         injector.inject(fault.kind, fault.task, whole=fault.whole)
         if watch.unnoticed:
@@ -172,7 +172,7 @@ def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) 
 
 
 class _Watch:
-    """The state of a run when a fault was injected, and what has happened since."""
+    """Watches a run from the moment before a fault is injected, to measure the fault's cost."""
 
     def __init__(self, run: RunFolder, fault: Fault) -> None:
         self._run, self._fault, self.kind = run, fault, KINDS[fault.kind]
@@ -182,12 +182,12 @@ class _Watch:
         workers = [task.name for task in cluster.of(Role.WORKER)]
         dispensable = least is not None and len(workers) > least and fault.task in workers
         self.is_left_out = self.kind.elastic and dispensable
-        """Whether the run continues without the task."""
+        """Whether the run will continue without the task."""
         self.unnoticed = self.kind.unnoticed or (self.kind.lasts and len(cluster.tasks) == 1)
-        """Whether no agent restarts the task because of the fault."""
+        """Whether no agent reacts to the fault, so that it must be undone after `SLOW_S`."""
 
     def has_been_noticed(self) -> bool:
-        """Return whether any agent has acted; where the run continues without the task, whether it does."""
+        """Return whether an agent has reacted or, if the run can continue without the task, whether it does so."""
         if self.is_left_out:
             return self._fault.task in membership.left_out(self._run)
         acted = ("restarted", "frozen", "silent", "hang")
@@ -195,7 +195,7 @@ class _Watch:
         return self._run.generation > self.generation or any(event.task == self._fault.task for event in recent)
 
     def has_flipped(self) -> bool:
-        """Whether a task has flipped a bit since."""
+        """Whether a task has flipped a bit since the injection."""
         return any(event.event == "flipped" and event.time > self.time for event in self._run.events())
 
     def has_recovered(self) -> bool:
@@ -210,7 +210,7 @@ class _Watch:
         return restart_costs.costs(self._run, self.time, alone)
 
     def _new_step_at(self) -> float | None:
-        """Return when a new step was reported after the end of a fault that nobody acts on."""
+        """Return when the first new step was reported after `SLOW_S`, for a fault to which no agent reacts."""
         beats, ended = self._run.heartbeats().values(), self.time + SLOW_S
         return min((b.updated_at for b in beats if b.step > self.step and b.updated_at > ended), default=None)
 
@@ -249,9 +249,9 @@ def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, wh
 def run_storm(
     run: RunFolder, count: int, seed: int, kinds: Sequence[str], timeout_s: float, limit_s: float = float("inf")
 ) -> int:
-    """Inject faults, wait for the end of the run, report the result; return the exit code.
+    """Inject random faults, wait for the end of the run and print the result; return the exit code.
 
-    `timeout_s` bounds the wait for the step of each fault, and for the recovery from it; `limit_s` all of them.
+    `timeout_s` is the timeout of each wait for a fault's step and for its recovery; `limit_s` bounds all injections.
     """
     for kind in kinds or ("kill",):
         if kind in KINDS and None not in KINDS[kind].ends:
@@ -285,12 +285,13 @@ def inject_all(
     timeout_s: float = RECOVERY_TIMEOUT_S,
     limit_s: float = float("inf"),
 ) -> list[FaultCost]:
-    """Inject faults of some kinds, or of all that fit the run, some steps apart, until the run has no room for more.
+    """Inject up to `count` faults, some steps apart, as long as the run has enough steps left; return their costs.
 
-    `seed` determines the faults; when they are injected depends on the run.
+    The kinds are drawn from `kinds`, or from all that the run survives. `seed` determines the faults, but not the exact
+    time of their injection.
     """
     deadline = time.monotonic() + limit_s
-    draw = random.Random(seed)  # noqa: S311  # chaos needs to be repeated, not to be secret
+    draw = random.Random(seed)  # noqa: S311  # reproducible, not cryptographic
     results: list[FaultCost] = []
     for number in range(1, count + 1):
         fault = _draw_fault(run, draw, kinds)
@@ -305,7 +306,7 @@ def inject_all(
         try:
             results.append(inject(run, fault, timeout_s))
         except UsageError:
-            break  # it ended while waiting for the step
+            break  # the run ended during the wait for the step
         print_lines(f"  {results[-1].description}")
         if results[-1].ended:
             break
@@ -316,7 +317,7 @@ def _draw_fault(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> Fa
     spec = membership.cluster(run)
     workers = [task.name for task in spec.of(Role.WORKER)]
     choices = [(kind, False) for kind in kinds]
-    if not kinds:  # each kind that the run survives, as often as it weighs, and whether it is one of the whole task
+    if not kinds:  # each kind that the run survives, by its weights for the program and the whole task
         elastic = run.started.min_workers is not None and bool(workers)
         survived = registry.find_runtime(run).faults(run).storm
         for kind in KINDS.values():

@@ -1,4 +1,4 @@
-"""End runs and delete them: `invoke down` and `invoke clean`. What fails is reported, also by the exit code."""
+"""End runs and delete them: `invoke down` and `invoke clean`. Failures are reported, and set the exit code."""
 
 import contextlib
 import sys
@@ -21,14 +21,14 @@ from cluster.system.terminal import error_text, print_lines
 def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
     """End a run, or without a name every run and TensorBoard; return the exit code, that of the first failure.
 
-    A run may save and stop in `timeout_s` before it is ended. One that cannot be ended does not prevent ending the
-    others.
+    Each run gets `timeout_s` to save and stop before it is ended. A run that cannot be ended does not keep the others
+    from being ended.
     """
     codes = []
 
     @contextlib.contextmanager
     def reported() -> Iterator[None]:
-        """Report an error in a line, instead of stopping at the first."""
+        """Print an error and continue, instead of stopping at the first one."""
         try:
             yield
         except Exception as error:
@@ -58,18 +58,18 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
 
 
 def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
-    """Ask a run to save and stop if it is in progress, and end whatever is left of it, however damaged its folder is.
+    """Ask a run in progress to save and stop, and remove its leftovers, even if its folder is damaged.
 
-    `also` are runtimes that have something of it, whatever its records say.
+    `also` are runtimes that are known to have leftovers of the run, whatever its records say.
 
     Raises:
-        Taken: another command is at work on the run, and did not come to an end.
-        PrerequisiteError: it is in containers, and no engine answers.
+        Taken: another command holds the run's claim and has not ended in time.
+        PrerequisiteError: the run is in containers, and no engine answers.
     """
     try:
         if teardown.in_progress(run):
             foreground.stop(run, f"{COMMAND} down", timeout_s)
-    except TimedOut:  # a run that cannot stop is ended all the same
+    except TimedOut:  # a run that cannot stop is ended nevertheless
         pass
     except Exception as error:
         print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
@@ -80,13 +80,13 @@ def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runti
 
 
 def _find_run(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
-    """Return the run of a name, also where its folder is gone and only something that runs of it is left."""
+    """Return the run called `name`, even if its folder is gone and only processes or containers are left."""
     run = RunFolder(runs_dir / spec.check_run_name(name))
     return run if run.name in left.found or run.name in left.unreachable else folders.find_run(name)
 
 
 def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:
-    """Return the runs that ended at least `older_s` ago and are not in progress; the oldest first."""
+    """Return the runs that ended at least `older_s` ago and are not in progress, oldest first."""
     old_runs = []
     for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
         run = RunFolder(path)
@@ -97,7 +97,7 @@ def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:
 
 
 def find_ended_run(runs_dir: Path, name: str) -> RunFolder:
-    """Return the run of this name, which must have ended."""
+    """Return the run called `name`; raise UsageError unless it has ended."""
     run = RunFolder(runs_dir / spec.check_run_name(name))
     if not _is_run(run):
         known = [path.parent.name for path in runs_dir.glob("*/cluster.json")]
@@ -108,22 +108,22 @@ def find_ended_run(runs_dir: Path, name: str) -> RunFolder:
 
 
 def _is_run(run: RunFolder) -> bool:
-    """Return whether a folder is a run, or the remains of a killed command's."""
+    """Return whether a folder is a run, or the incomplete run of a killed command."""
     if run.path.is_symlink():
-        return False  # the folder that a link leads to is not ours to delete
+        return False  # the target of a link must not be deleted
     return not claim.is_held(run) if run.incomplete else run.cluster.exists()
 
 
 def end_time(run: RunFolder) -> float:
-    """Return when a run ended, or else last did something, by its files, in seconds since the epoch."""
-    if run.summary.exists():  # a report or an export of a later day does not make it younger
+    """Return when a run ended or, without a summary, last changed its files, in seconds since the epoch."""
+    if run.summary.exists():  # a later report or export does not count
         return run.outcome.time if run.outcome else run.summary.lstat().st_mtime
     paths = [run.path, run.summary, run.events_log, run.cluster, run.control, *(run.path / "status").glob("*.json")]
     return max((path.lstat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def delete_runs(runs: Iterable[RunFolder]) -> list[str]:
-    """Delete runs, unless they were resumed since they were listed; return the errors of those that stay."""
+    """Delete runs, except those that are in progress again; return the errors of runs that remain."""
     errors = []
     for run in runs:
         try:

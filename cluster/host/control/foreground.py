@@ -1,4 +1,4 @@
-"""Wait for a run: until it trains, until it ends, until it has stopped. Every wait is bounded."""
+"""Watches a run from a command: until it trains, ends or has stopped. A run without live tasks is ended."""
 
 import contextlib
 import sys
@@ -26,16 +26,16 @@ from cluster.system.terminal import error_text, print_lines
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
-"""Longest time without any heartbeat after a start, or while a supervisor lives.
+"""Longest time without any heartbeat after a start, or while a supervisor is alive.
 
-Pulling images and preparing data come before it.
+It begins after pulling images and preparing data.
 """
 STOP_TIMEOUT_S = 75.0
-"""Longest time for a graceful stop; the engine's grace period and the agents' are shorter."""
+"""Timeout of a graceful stop; the grace periods of the engine and of the agents are shorter."""
 
 
 def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> Summary:
-    """Watch a run until it has a summary, and return that; raise TimedOut if it has none after `timeout_s`."""
+    """Watch a run until it has a summary; return the summary, or raise TimedOut after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for value in _statuses(run):
         on_status(value)
@@ -45,7 +45,7 @@ def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_
 
 
 def _statuses(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the status of a run until it has a summary, and end it if nothing of it is alive."""
+    """Yield the status of a run until it has a summary, and end the run if it has no live task."""
     monitor = LivenessMonitor(run)
     while not run.load_summary():
         yield read_status(run, monitor.look(), with_board=False)
@@ -69,7 +69,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     under_way = {"training", "saving", "evaluating", "done"}
     for value in _statuses(run):
         on_status(value)
-        names = {task.name for task in membership.cluster(run).tasks}  # read every time: it may be scaled
+        names = {task.name for task in membership.cluster(run).tasks}  # read again, since the run may be scaled
         all_train = {beat["task"] for beat in value["tasks"] if beat["state"] in under_way} == names
         if all_train and (value["step"] or run.script):  # a script reports no steps
             return True
@@ -77,7 +77,7 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
 
 
 def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
-    """Ask a run to save and stop; return its summary, or raise TimedOut if it did not stop."""
+    """Ask a run to save and stop; return its summary, or raise TimedOut if it does not stop."""
     run.insist_on_stop(by)
     try:
         return follow(run, lambda value: None, timeout_s)
@@ -86,11 +86,11 @@ def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
 
 
 def up(plan: Plan, sh: Shell, *, began: float) -> int:
-    """Start a run at `began` and watch it; return the exit code. Errors are reported with the state of the run."""
+    """Start a run and watch it; return the exit code. `began` is the time of the call of `up`."""
     try:
         plan = startup.start_planned(plan, sh, began=began)
         return attend(plan.run, plan.runtime.board, plan.tensorboard_port, plan.request.detach, sh)
-    except KeyboardInterrupt:  # after the tasks were started and before `attend` looks after them
+    except KeyboardInterrupt:  # after the tasks were started, before `attend` handles it
         _announce_background(plan.run)
         raise
 
@@ -120,7 +120,7 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
 
 
 def report_end(run: RunFolder, ended: Summary, sh: Shell, headline: str = "") -> int:
-    """Remove what is left of a run that has ended, and print how it ended; return the exit code."""
+    """Remove the leftovers of a run that has ended, and print the result; return the exit code."""
     left = teardown.remove_ended(run, sh)
     if headline:
         print(headline)
@@ -160,7 +160,7 @@ def _watch(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
 def _start_tensorboard(
     run: RunFolder, port: int | None, board: str, sh: Shell, on_status: Callable[[dict[str, Any]], None]
 ) -> str:
-    """Start TensorBoard; return its address, or why there is none: the run continues in any case."""
+    """Start TensorBoard; return a line with its address or the error, despite which the run continues."""
     runs_dir, taken, monitor = run.path.parent, "", LivenessMonitor(run)
 
     def while_waiting() -> None:
@@ -178,21 +178,21 @@ def _start_tensorboard(
 
 
 def kill(run: RunFolder, sh: Shell) -> Summary:
-    """End every task at once; return the summary."""
+    """End every task immediately; return the summary."""
     print("killing every task", flush=True)
     with interrupts.ignored("ending every task"):
-        run.end("stopped", task="user")  # before the claim: a scaling command releases it then
+        run.end("stopped", task="user")  # before the claim, which makes a scaling command release it
         try:
             with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
-                # Compose's own `kill` fails where an agent has seen the outcome and ended first.
+                # `docker compose kill` would fail if an agent had seen the outcome and ended first.
                 teardown.remove_run(run, sh, grace_s=0)
         finally:
-            teardown.record_end(run)  # no agent is left to write it
+            teardown.record_end(run)  # no agent is left to write the summary
     return records.read_record(run.summary, Summary.from_json)
 
 
 def _announce_background(run: RunFolder) -> None:
-    """Report that a run continues although nobody watches it any more; the error is reported separately."""
+    """Print that a run continues although this command no longer watches it; the error is reported separately."""
     with contextlib.suppress(Exception):
         if teardown.in_progress(run):
             print(error_text(_in_background(run)), file=sys.stderr, flush=True)
@@ -203,26 +203,26 @@ def _in_background(run: RunFolder) -> str:
 
 
 def exit_code(ended: Summary) -> int:
-    """Return the exit code for how a run ended."""
+    """Return the exit code for the summary of a run."""
     if failure := ended.failure:
         code = failure.exit_code
-        # Never 2: something was started.
+        # Never EXIT_USAGE: the run was started.
         return code if code in (errors.EXIT_PREREQUISITE, errors.EXIT_TIMEOUT) else EXIT_FAILED
     return errors.EXIT_INTERRUPTED if ended.state == "stopped" else EXIT_DONE
 
 
 def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
-    """End a run of which nothing is alive any more: its engine stopped, or everything was killed.
+    """End a run that has no live task: its engine stopped, or everything was killed.
 
-    It counts as silent by what this watcher has seen: by the times that others wrote it might only seem silent.
+    The silence is measured by this watcher's observations, since the timestamps of other machines may be wrong.
     """
     if monitor.silence_s <= LOST_AFTER_S:
         return
-    # While the supervisor imports for all tasks it can be too busy to write their heartbeats, for long under load.
+    # While the supervisor imports for all tasks, it may be too busy to write their heartbeats for a long time.
     owned = owner.read_owner(run)
     starting = not run.outcome and (not monitor.begun or (owned is not None and owned.alive))
     runtime = registry.find_runtime(run)
-    patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # a scheduler says if it lives
+    patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # else ask the scheduler
     if claim.is_scaling(run):
         patience_s = SCALE_PATIENCE_S
     if monitor.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):

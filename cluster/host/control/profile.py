@@ -1,13 +1,13 @@
-"""`invoke profile`: requests the TensorFlow profiler's trace of a task's next steps, and waits for it.
+"""`invoke profile`: requests a trace of a task's next steps by the TensorFlow profiler, and waits for it.
 
-One request at a time lies in the run folder. The task answers between two calls of its training loop
+The run folder has at most one request at a time. The task answers between two calls of its training loop
 (`train/loops/actions.py`).
 
     python -m cluster.host.control.profile FOLDER
 
-prepares a trace for TensorBoard's Profile tab, which caches in the trace's folder what it computes from it.
-TensorBoard's container can only read the runs, so the tab shows nothing of a trace that was not prepared. This runs in
-a separate process because the library prints; it is in `.venv` as one of TensorBoard's requirements.
+prepares a trace for TensorBoard's Profile tab, which caches its results in the trace's folder. TensorBoard's container
+has only read access to the runs, so its tab cannot show an unprepared trace. The preparation runs in a separate process
+because its library, one of TensorBoard's requirements in `.venv`, prints messages.
 """
 
 import sys
@@ -33,7 +33,7 @@ from cluster.system.terminal import print_wait
 from cluster.system.waiting import wait_until
 
 PATIENCE_S = 120.0
-"""Longest wait for a trace: the calls that it holds, their trace's end, and a restart in between."""
+"""Longest wait for a trace: time for the traced calls, for writing the trace, and for a restart in between."""
 POLL_S = 0.1
 TOOL = "trace_viewer@"
 WORKING = frozenset({"training", "saving", "evaluating"})
@@ -47,8 +47,8 @@ def trace_task(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENC
 
     Raises:
         UsageError: the task cannot be traced, or is being traced.
-        RunFailed: the run ended before, or the task could not.
-        TimedOut: no trace after `timeout_s`.
+        RunFailed: the run ended before the trace, or the task failed to make it.
+        TimedOut: there was no trace within `timeout_s`.
     """
     _check_task(run, name)
     request = TraceRequest(id=uuid.uuid4().hex, task=name, steps=steps, until=time.time() + timeout_s)
@@ -98,7 +98,7 @@ def _check_task(run: RunFolder, name: str) -> None:
 
 @plain_lines
 def trace_lines(run: RunFolder, answer: TraceAnswer, steps: int) -> list[str]:
-    """Return a trace as lines of text."""
+    """Format the result of a trace as lines of text."""
     held = answer.last - answer.first + 1
     more = f", {counted(steps, 'step')} requested: whole calls of the training are traced" if held != steps else ""
     port = tensorboard.running_port(run.path.parent)
@@ -125,7 +125,7 @@ def _ask(run: RunFolder, request: TraceRequest) -> None:
 
 def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnswer:
     def answered() -> TraceAnswer | None:
-        ended = run.outcome is not None  # before reading: what was answered until then counts
+        ended = run.outcome is not None  # before reading, so that a last answer is not missed
         answer = records.read_record(run.trace_answer, TraceAnswer.from_json, None)
         if answer and answer.id == request.id:
             return answer
@@ -142,7 +142,7 @@ def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnsw
 
 
 def prepare_trace(folder: Path) -> bool:
-    """Prepare a trace's folder for the Profile tab; return False where only the tab of a container lacks the trace."""
+    """Prepare a trace's folder for the Profile tab; return False on failure, which matters only for a container."""
     command = [sys.executable, "-m", "cluster.host.control.profile", str(folder)]
     return processes.run(command, CACHE_TIMEOUT_S, cwd=ROOT)[0] == 0
 

@@ -1,8 +1,8 @@
-"""`invoke scale`: a run continues with other workers or parameter servers, from the step where it was stopped.
+"""`invoke scale`: stops a run and continues it with another number of workers or parameter servers.
 
-The request to stop records that the run is scaled (`control/stop.json`). So the chief's agent writes no summary, and
-watchers wait for the next generation, which this module begins. If this command is killed, the kernel releases its
-claim on the run, and the run counts as stopped.
+The stop request records that the run is being scaled (`control/stop.json`). So the chief's agent writes no summary, and
+watchers wait for the next generation, which this module begins. If the command is killed, the kernel releases its claim
+on the run, and the run counts as stopped.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ def scale_run(
 ) -> int:
     """Scale a run; return the exit code once every task trains again, or the run has ended instead.
 
-    `workers` and `ps` that are None stay as many as now. `trust`: the run's records may have been changed since this
-    user started it.
+    None for `workers` or `ps` keeps the current number. `trust` accepts records that have changed since this user
+    started the run.
 
     Raises:
-        UsageError: the run cannot be scaled to that size. It continues undisturbed.
-        PrerequisiteError: this machine has no room for that. It continues undisturbed.
-        TimedOut: it did not stop, and continues as it was.
+        UsageError: the run cannot be scaled to that size, and continues undisturbed.
+        PrerequisiteError: this machine lacks the resources; the run continues undisturbed.
+        TimedOut: the run did not stop, and continues with its current size.
     """
     before = membership.cluster(run)
     with claim.hold_claim(run, "scaled"):
@@ -73,7 +73,7 @@ def scale_run(
 
 
 def plan_scaling(run: RunFolder, workers: int | None, ps: int | None = None, *, trust: bool = False) -> Plan:
-    """Check that a run can be scaled to a size, and return the plan. Changes nothing."""
+    """Check that a run can be scaled, and return the plan of the new size. Changes nothing."""
     given = {"workers": workers, "ps": ps}
     options = "".join(f" --{name} {count}" for name, count in given.items() if count is not None)
     if not options:
@@ -107,11 +107,11 @@ def stop_for_scaling(run: RunFolder) -> bool:
     """Make every task save and end; return False if the run has finished instead.
 
     Raises:
-        UsageError: somebody else is stopping it.
-        TimedOut: it did not stop, and continues.
+        UsageError: another command is stopping the run.
+        TimedOut: the run did not stop, and continues.
     """
     requested = run.request_stop(f"{COMMAND} scale", then=AfterStop.SCALE)
-    if not requested and run.after_stop != AfterStop.SCALE:  # else it is the request of a command that was killed
+    if not requested and run.after_stop != AfterStop.SCALE:  # a request to scale is that of a killed command
         raise UsageError(f"run {run.name!r} is being stopped already; `{COMMAND} status --watch` shows it")
     try:
         if not wait_until(lambda: run.outcome, foreground.STOP_TIMEOUT_S, foreground.POLL_S):
@@ -137,7 +137,7 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     except BaseException:
         _end_here(run)
         raise
-    if not run.load_summary():  # somebody stopped it for good when no agent was left to record it
+    if not run.load_summary():  # another command stopped the run for good, and no agent was left to record it
         summary.write_summary(run, settle_s=0)
     return False
 
@@ -150,9 +150,9 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
     if [task.name for task in requested.tasks] == [task.name for task in previous.tasks]:
         raise UsageError(f"run {run.name!r} has {_size(previous)} already")
     config = run.load_config()
-    batch = config.get("global_batch", 0)  # it does not change, so it must be divided evenly
+    batch = config.get("global_batch", 0)  # unchanged, so the new size must divide it
     if config.get("bitwise_elastic", 0) or batch % requested.batch_divisor == 0:
-        return  # whether replicas can share virtual shards is checked with the plan
+        return  # planning checks whether replicas can share virtual shards
     counts = range(spec.MAX_TASKS + 1)
     fitting = [n for n in counts if batch % ((1 + n) * requested.devices) == 0 and n != _workers(previous)]
     near = [str(n) for n in sorted(sorted(fitting, key=lambda n: abs(n - _workers(requested)))[:SHOWN_COUNTS])]
@@ -171,8 +171,8 @@ def _reached(run: RunFolder) -> tuple[int, str]:
 
 
 def _end_here(run: RunFolder) -> None:
-    """Record that a run has stopped and could not be started again, for those who watch it."""
-    with contextlib.suppress(Exception):  # what went wrong first is what is reported
+    """Record that a run has stopped and could not be started again, for commands that watch it."""
+    with contextlib.suppress(Exception):  # the original error is reported
         run.end("stopped", task="chief")
         summary.write_summary(run, settle_s=0)
         print_lines(f"{run.name} is stopped; `{COMMAND} up --resume {run.name}` continues from its newest checkpoint")

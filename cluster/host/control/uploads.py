@@ -2,8 +2,9 @@
 
     python -m cluster.host.control.uploads URL RUN_DIR ID
 
-A failed upload is tried again, with growing pauses, and disturbs nothing else. Tasks can write the run folder, so no
-link in it is followed, and its records are uploaded only as this user's commands wrote them: a resumed run trusts them.
+A failed upload is retried with exponential back-off, and affects nothing else. Tasks can write the run folder, so no
+link in it is followed, and records are uploaded only if unchanged since this user's commands wrote them: a resumed run
+trusts them.
 """
 
 import os
@@ -26,13 +27,13 @@ from cluster.system.waiting import wait_until
 
 POLL_S, MAX_PAUSE_S = 0.5, 60.0
 PATIENCE_S = 60.0
-"""Seconds without a heartbeat after which to look whether the run still exists."""
+"""Seconds without a heartbeat after which to check whether the run is still in progress."""
 GIVE_UP_S = 120.0
-"""How long a failing upload is tried again once the run has ended."""
+"""How long a failing upload is retried after the end of the run."""
 
 
 class Uploader:
-    """Uploads what is new of a run."""
+    """Uploads new records, checkpoints and the export of a run."""
 
     def __init__(self, url: str, run: RunFolder, run_id: str) -> None:
         self._url, self._run, self._run_id = url, run, run_id
@@ -43,18 +44,18 @@ class Uploader:
         self._unfit: set[str] = set()
         """Checkpoints that were damaged or deleted before they were uploaded."""
         self._written_at: list[int] = []
-        """When each of the records in the mirror was written."""
+        """The modification times of the records in the mirror."""
         self._reported: mirror.Upload | None = None
 
     def main(self) -> None:
-        """Return when the mirror has all of a run that has ended, or cannot get it."""
+        """Upload until the mirror of a run that has ended is complete, or cannot be completed."""
         pause_s = POLL_S
         while self._run.cluster.exists():
             self._notice_end()
             ended, before, self._error = self._ended, self._error, ""
             try:
                 self.upload(ended=ended)
-            except Exception as error:  # whatever the client of a store raises, and what a damaged folder does
+            except Exception as error:  # of the store's client, or due to a damaged folder
                 self._store, self._error = None, plain(" ".join(str(error).split()))
                 if not before:
                     self._run.event("chief", "mirror failed", cause=self._error)
@@ -65,16 +66,16 @@ class Uploader:
             wait_until(self._notice_end, pause_s, POLL_S)
 
     def upload(self, *, ended: bool) -> None:
-        """Upload what is new, and delete what the run keeps no longer; once it has `ended` upload its export, too."""
+        """Upload new files, and delete those that the run no longer keeps; after its end, upload its export, too."""
         if self._store is None:
             store = Store(self._url, self._run.name)
             for bundle in store.list_bundles(run_id=self._run_id, complete=False):
-                store.remove(bundle)  # left by an upload that was killed
+                store.remove(bundle)  # leftovers of a killed upload
             self._mirrored = set(store.list_bundles(run_id=self._run_id))
             self._store = store
         try:
             self._upload_records(self._store)
-        finally:  # also where a record is not as this user's commands wrote it
+        finally:  # even if the records are not trusted
             for saved in list_finished(self._run.checkpoints)[: self._keep]:
                 self._upload_checkpoint(self._store, saved)
         if ended and self._run.export.is_dir():
@@ -88,13 +89,13 @@ class Uploader:
         self._monitor.look()
         self._ended = self._run.load_summary() is not None or not self._run.cluster.exists()
         if not self._ended and self._monitor.silence_s > PATIENCE_S:
-            self._monitor = LivenessMonitor(self._run)  # an engine or a scheduler is asked again after as long
+            self._monitor = LivenessMonitor(self._run)  # query the engine or scheduler again only after as long
             self._ended = not in_progress(self._run)
         self._give_up_at = time.monotonic() + GIVE_UP_S if self._ended else float("inf")
         return self._ended
 
     def _upload_records(self, store: Store) -> None:
-        """Upload the records where one has changed: a copy that no task can change, once it is known to be ours."""
+        """Upload the records if one has changed: from a copy that no task can change, once that copy is trusted."""
         paths = {name: self._run.path / name for name in mirroring.RECORD_NAMES if (self._run.path / name).exists()}
         written_at = [path.lstat().st_mtime_ns for path in paths.values()]
         if written_at == self._written_at:

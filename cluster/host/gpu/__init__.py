@@ -1,1 +1,1 @@
-"""This machine's GPUs, and which task gets which."""
+"""This machine's GPUs, and their placement on tasks."""

@@ -1,4 +1,4 @@
-"""The GPUs of this machine as `nvidia-smi` reports them, which of them NVLink connects, and who can use them."""
+"""The GPUs of this machine and their NVLinks, according to `nvidia-smi`, and the checks that tasks can use them."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ from cluster.system.errors import ClusterError, PrerequisiteError
 
 QUERY = ("--query-gpu=index,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 ANSWER_TIMEOUT_S = 30.0
-"""The driver takes seconds to wake GPUs that nobody uses."""
+"""Timeout of `nvidia-smi`: the driver takes seconds to wake unused GPUs."""
 
 _HOOK = "nvidia-container-runtime-hook"
 CONFIGURE = "`nvidia-ctk runtime configure --runtime=docker` and restart the engine"
@@ -27,11 +27,11 @@ class Gpu:
     """A GPU, or one instance of a GPU in MIG mode."""
 
     id: str
-    """Its index in the order of the PCI bus; of a MIG instance the UUID, which is what CUDA and the engine take."""
+    """The index in the order of the PCI bus; for a MIG instance its UUID, the form for CUDA and the engine."""
     model: str
     memory_mib: int
     mig: bool = False
-    """Whether it is in MIG mode, so that CUDA sees its instances and not the whole."""
+    """Whether the GPU is in MIG mode, in which CUDA sees its instances instead of the whole GPU."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Machine:
     """This machine's GPUs."""
 
     gpus: tuple[Gpu, ...]
-    """In the order of their indices."""
+    """The GPUs in the order of their indices."""
     instances: tuple[Gpu, ...] = ()
     """The MIG instances, if they were requested."""
     nvlinks: frozenset[tuple[str, str]] = frozenset()
-    """Which two of them NVLink connects, in both orders; empty where `nvidia-smi topo` gave no answer."""
+    """The pairs of GPUs that NVLink connects, in both orders; empty if `nvidia-smi topo` failed."""
 
 
 def ask_nvidia_smi(*words: str) -> tuple[int, str]:
-    """Run `nvidia-smi`; return its exit code and output, or the reason why there is none."""
+    """Run `nvidia-smi`; return its exit code and output, or the reason for a failure."""
     code, printed, complained = processes.run(["nvidia-smi", *words], ANSWER_TIMEOUT_S)
     return code, printed if code == 0 else printed.strip() or complained.strip()
 
@@ -68,7 +68,7 @@ def read_machine(what: str, *, with_instances: bool = False) -> Machine:
 
 
 def parse_inventory(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs that `nvidia-smi --query-gpu` printed."""
+    """Parse the GPUs in the output of `nvidia-smi --query-gpu`."""
     gpus = []
     for line in filter(str.strip, text.splitlines()):
         cells = [cell.strip() for cell in line.split(",")]
@@ -83,7 +83,7 @@ def parse_inventory(text: str) -> tuple[Gpu, ...]:
 
 
 def parse_nvlinks(text: str) -> frozenset[tuple[str, str]]:
-    """Return which two GPUs NVLink connects, from the table that `nvidia-smi topo -m` printed."""
+    """Parse the pairs of GPUs that NVLink connects from the table of `nvidia-smi topo -m`."""
     rows = [[cell.strip() for cell in line.split("\t")] for line in _UNDERLINE.sub("", text).splitlines()]
     header = next((row[1:] for row in rows if row[1:2] == ["GPU0"]), [])
     linked = set()
@@ -96,7 +96,7 @@ def parse_nvlinks(text: str) -> frozenset[tuple[str, str]]:
 
 
 def check_engine() -> None:
-    """Check that the engine can hand GPUs to containers."""
+    """Check that the engine can give GPUs to containers."""
     runtimes, _ = engine.ask_info("Runtimes")
     if "nvidia" not in (runtimes or {}) and not shutil.which(_HOOK):
         raise PrerequisiteError(

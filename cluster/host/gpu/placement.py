@@ -1,4 +1,4 @@
-"""Which task gets which GPUs: the chief and the workers the same number each, all other tasks none."""
+"""The placement of GPUs on tasks: the chief and each worker get the same number, all other tasks none."""
 
 import re
 from collections import Counter
@@ -14,21 +14,21 @@ from cluster.system.messages import counted
 
 MAX_GPUS = 1024
 NO_DEVICE = "-1"
-"""What CUDA takes for no device at all."""
+"""The value of CUDA_VISIBLE_DEVICES that hides all devices."""
 
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """The requested GPUs, checked as far as possible without looking at the machine."""
+    """The requested GPUs, checked as far as possible without information about the machine."""
 
     text: str
-    """The option, as messages repeat it."""
+    """The option, for messages."""
     ids: tuple[str, ...] = ()
-    """Those to choose from; empty: all of this machine's."""
+    """The GPUs to choose from; empty for all of this machine."""
     count: int = 0
-    """How many in all; 0: as many as there are, or as `per_task` makes."""
+    """The total number of GPUs; 0 for all, or for `per_task` on each task."""
     per_task: int = 0
-    """What each task of a resumed run gets; some of `ids` may then be left over."""
+    """The number of GPUs for each task of a resumed run, which may leave some of `ids` unused."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Placement:
     """The GPUs of a run's tasks."""
 
     ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Each task's; a task that is not in it gets none."""
+    """The ids of each task's GPUs; a missing task gets none."""
     requested: str = ""
-    """`--gpus` as typed, for when the run is resumed."""
+    """`--gpus` as typed, for a resumed run."""
     notes: tuple[str, ...] = ()
     memory_bytes: int = 0
-    """Memory of the smallest GPU; 0: not known."""
+    """The memory of the smallest GPU; 0 if unknown."""
 
     def of(self, task: str) -> tuple[str, ...]:
         """Return the ids of a task's GPUs."""
@@ -52,22 +52,22 @@ class Placement:
         return [int(gpu) if gpu.isdigit() else gpu for gpu in self.of(task)]
 
     def environment(self, task: str, given: Collection[str] = ()) -> dict[str, str]:
-        """Return the variables that give a task its GPUs, wherever it runs; what NCCL logs may be `given` already."""
+        """Return the variables of a task with GPUs on any runtime; `given` are variables that the user has set."""
         if not (ids := self.of(task)):
             return {}
         return {
             "GPUS_GIVEN": str(len(ids)),  # the training program checks that TensorFlow sees as many
             **({} if "NCCL_DEBUG" in given else {"NCCL_DEBUG": "WARN"}),
-            "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # also for scripts, and for workers that only serve
+            "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # for scripts and parameter-server workers, too
         }
 
     def lines(self) -> list[str]:
-        """Return which task gets which GPUs, as lines of text; empty if none does."""
+        """Format the placement as lines of text; empty without GPUs."""
         each = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.ids.items())
         return [f"GPUs: {each}"] if each else []
 
     def record(self) -> dict[str, Any]:
-        """Return the entry for `compose.json`, by which other runs avoid these GPUs."""
+        """Return the entry for `compose.json`, from which other runs know that these GPUs are in use."""
         return {GPUS: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
 
     def to_json(self) -> dict[str, str]:
@@ -96,7 +96,7 @@ def parse_gpus(gpus: str) -> GpuRequest | None:
 
 
 def choose_request(gpus: str, recorded: Mapping[str, Any], previous_devices: int) -> GpuRequest | None:
-    """Return the present request, or else that of the resumed run."""
+    """Return the current request, or else that of the resumed run."""
     if gpus or not recorded:
         return parse_gpus(gpus)
     # As many GPUs for each task as before, from the same ones if the run named them.
@@ -108,7 +108,7 @@ def choose_request(gpus: str, recorded: Mapping[str, Any], previous_devices: int
 def place_gpus(
     request: GpuRequest, machine: Machine, cluster: ClusterSpec, busy: Mapping[str, str] | None = None
 ) -> Placement:
-    """Return which task gets which GPUs, none of which other runs train on (`busy`, with their names)."""
+    """Assign GPUs to tasks, except those in `busy`, on which other runs train, with the names of these runs."""
     tasks = [task.name for task in (*cluster.of(Role.CHIEF), *cluster.of(Role.WORKER))]
     busy = busy or {}
     if request.ids:
@@ -165,7 +165,7 @@ def _share(request: GpuRequest, available: int, unusable: int, num_tasks: int) -
 
 
 def _share_out(ids: Sequence[str], num_tasks: int, per_task: int, machine: Machine) -> list[tuple[str, ...]]:
-    """Return a group of GPUs for each task: in the order of their ids, but GPUs that NVLink connects together."""
+    """Return a group of GPUs for each task, in the order of their ids, except that NVLink groups stay together."""
     left, groups = list(ids), []
     for _ in range(num_tasks):
         group = [left.pop(0)]

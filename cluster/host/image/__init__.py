@@ -1,1 +1,1 @@
-"""Container images: their inputs, how they are built, and how two are compared."""
+"""Container images: their inputs, builds and comparison."""

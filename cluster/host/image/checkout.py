@@ -1,4 +1,4 @@
-"""The git checkout that runs: its commit, and what differs from it. Outside a checkout all of this is empty."""
+"""The git checkout of the running code: its commit, and changes since. All values are empty outside a checkout."""
 
 import subprocess
 
@@ -12,7 +12,7 @@ def commit() -> str:
 
 
 def revision(*apart: str) -> str:
-    """Return the commit, with `-dirty` if files other than these differ from it; empty outside of a git checkout."""
+    """Return the commit, with `-dirty` if files other than `apart` differ from it; empty outside a git checkout."""
     others = [f":(exclude){name}" for name in apart]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
     return commit() + ("-dirty" if changed else "")
@@ -24,10 +24,10 @@ def commit_time_s() -> int:
 
 
 def changes_sha256(*folders: str) -> str | None:
-    """Return a hash of the changes in these folders since the commit, new files too; None without any."""
+    """Return a hash of the changes in these folders since the commit, including new files; None without changes."""
     changes = _git("diff", "HEAD", "--binary", "--", *folders)
     others = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *folders).decode()
-    new = [name for name in others.split("\0") if name and (ROOT / name).is_file()]  # git lists links to nothing, too
+    new = [name for name in others.split("\0") if name and (ROOT / name).is_file()]  # git lists dangling links, too
     return files_sha256(ROOT, new, changes) if changes or new else None
 
 

@@ -1,4 +1,4 @@
-"""The Docker Engine: whether one answers. Every call has a time limit, so that a stuck engine cannot hang a command."""
+"""Access to the Docker Engine. Every call has a timeout, so that a stuck engine cannot block a command."""
 
 import json
 import re
@@ -15,28 +15,28 @@ COMPOSE_TIMEOUT_S = 300.0
 BUILD_TIMEOUT_S = 3600.0
 """Longest time to build, import or save an image."""
 _ADVICE = re.compile(r"\s*(Run|See) 'docker [^']*--help'[^\n]*$")
-"""The client's last line, after the one with the reason."""
+"""The last line of an error of the client, after the reason."""
 
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether something that runs tasks, such as an engine, can be used on this machine."""
+    """Whether a runtime, such as the Docker Engine, can be used on this machine."""
 
     ready: bool
     detail: str = ""
-    """What it is, such as the engine's version; or why it cannot be used."""
+    """A description, such as the engine's version, or the reason why it cannot be used."""
     fix: str = ""
-    """What to do where it cannot be used."""
+    """Advice if it cannot be used."""
 
 
 def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
-    """Run a docker command; return its exit code and its output, or the reason why there is none."""
+    """Run a docker command; return its exit code and output, or the reason for a failure."""
     code, printed, complained = processes.run(["docker", *words], timeout_s, f"docker {words[0]}")
     return code, printed.strip() if code == 0 else _ADVICE.sub("", complained.strip()) or printed.strip()
 
 
 def patience_s(command: str) -> float | None:
-    """Return how long a shell command of Docker's client may take; None for any other command."""
+    """Return the timeout of a shell command of Docker's client, in seconds; None for any other command."""
     match = re.search(r"(?:^|\s)docker (\S+)", command)
     if match is None:
         return None
@@ -44,7 +44,7 @@ def patience_s(command: str) -> float | None:
 
 
 def ask_info(field: str) -> tuple[Any, str]:
-    """Return a field of `docker info`, None where there is none; and the text, such as the reason."""
+    """Return a field of `docker info`, or None, and the client's output, such as the reason for a failure."""
     code, text = ask("info", "--format", f"{{{{json .{field}}}}}")
     try:
         return (None if code else json.loads(text.splitlines()[0])), text
@@ -64,7 +64,7 @@ def probe() -> Availability:
 
 
 def unavailable(detail: str) -> Availability:
-    """Return that no engine can be used, for a reason, with its fix."""
+    """Return the `Availability` of an unusable engine, with the reason and a fix."""
     said = detail.lower()
     fix = "install and start Docker with Compose v2"
     if "permission denied" in said or "may not be run" in said:
@@ -75,7 +75,7 @@ def unavailable(detail: str) -> Availability:
 
 
 def memory_bytes() -> int:
-    """Return the memory of the engine's machine, which may be virtual; of this machine if it does not say."""
+    """Return the memory of the engine's machine, which may be a virtual one; if unknown, that of this machine."""
     size_bytes, _ = ask_info("MemTotal")
     return size_bytes if isinstance(size_bytes, int) and size_bytes > 0 else memory.total_bytes()
 

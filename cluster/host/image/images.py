@@ -1,4 +1,4 @@
-"""The images: their names, what they are built from, whether they are current, and the commands that build them."""
+"""The images: their names and inputs, the check whether they are current, and the commands that build them."""
 
 import json
 import os
@@ -21,14 +21,14 @@ ACCELERATORS = ("cpu", "gpu")
 PYTHON = "3.11"
 """The version of Python in the images."""
 IMAGES = ("train", "tensorboard")
-"""As the stages of the Dockerfile that make them are called."""
+"""The images, named like their stages of the Dockerfile."""
 
 PYTHON_BASE = "python:3.11-slim-bookworm"
 DEBIAN_BASE = "tf-cluster/base:bookworm"
-"""Stands in for `PYTHON_BASE` where no image can be pulled: made on the spot from Debian's packages."""
+"""Replaces `PYTHON_BASE` if no image can be pulled: built on this machine from Debian's packages."""
 
 INPUTS_LABEL = "tf-cluster.inputs"
-"""What an image was made of, in one hash: as long as it is what it would be made of now, `up` builds nothing."""
+"""The label with a hash of an image's inputs: as long as these are unchanged, `up` does not rebuild the image."""
 
 _OCI = "org.opencontainers.image."
 
@@ -41,13 +41,13 @@ _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy"
 
 @dataclass(frozen=True)
 class Base:
-    """The image that the others are built from."""
+    """The base image of the others."""
 
     name: str
     digest: str = ""
-    """Its digest in a registry; empty for one that was made on this machine."""
+    """The image's digest in a registry; empty for an image that was built on this machine."""
     layers: tuple[str, ...] = ()
-    """The hashes of its content, for one that is on this engine."""
+    """The hashes of the image's layers, if this engine has it."""
     missing: bool = False
     """Whether `base_commands` must run first."""
 
@@ -63,15 +63,15 @@ def image_name(image: str, accelerator: str = "") -> str:
 
 
 def train_image(accelerator: str) -> str:
-    """Return the name of the image that tasks run in."""
+    """Return the name of the tasks' image."""
     return image_name("train", accelerator)
 
 
 def default_base(requested: str = "") -> Base:
-    """Return the base to build from: the requested image, $BASE_IMAGE, or else the first of these that exists.
+    """Return the base image: the requested one, $BASE_IMAGE, or else the first of the following that exists.
 
     Images on this engine come first, so that a machine without a registry waits for one only once; then the official
-    Python image, pinned to the digest that its tag has now; then a Debian base that `base_commands` makes.
+    Python image, pinned to the current digest of its tag; then a Debian base that `base_commands` builds.
     """
     requested = requested or os.environ.get("BASE_IMAGE", "")
     if requested and not re.fullmatch(_REFERENCE, requested):
@@ -100,7 +100,7 @@ def default_base(requested: str = "") -> Base:
 
 
 def base_commands() -> list[str]:
-    """Return the commands that make `DEBIAN_BASE`. The same packages make the same bytes."""
+    """Return the commands that build `DEBIAN_BASE`, reproducibly from the same packages."""
     left_out = ["path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright"]
     left_out += ["path-exclude=/usr/share/man/*", "path-exclude=/usr/share/locale/*"]
     bootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
@@ -114,23 +114,23 @@ def base_commands() -> list[str]:
 
 
 def build_commands(accelerator: str, base: Base) -> list[str]:
-    """Return the commands that build both images, after the base where it is missing; run them from the root."""
+    """Return the commands that build both images, and first a missing base; to be run in the checkout."""
     build = [build_command(image, accelerator, base, f"--tag={image_name(image, accelerator)}") for image in IMAGES]
     return [*(base_commands() if base.missing else []), *build]
 
 
 def build_command(image: str, accelerator: str, base: Base, *options: str) -> str:
-    """Return the command that builds one of `IMAGES`; run it from the root."""
+    """Return the command that builds one of `IMAGES`; to be run in the checkout."""
     image_name(image, accelerator)
     labels = _labels(base) | {INPUTS_LABEL: inputs_sha256(base)}
     words = ["docker", "build", "--file=docker/Dockerfile"]
-    # BuildKit dates the image with it, so that the same commit on the same base makes the same image.
+    # BuildKit uses it as the image's date, so that the same commit on the same base makes the same image.
     words += [f"--build-arg=BASE_IMAGE={base.name}", f"--build-arg=SOURCE_DATE_EPOCH={checkout.commit_time_s()}"]
     # Without a value: passed on from the environment, and neither printed nor kept in the image.
     words += [f"--build-arg={proxy}" for proxy in _PROXIES if proxy in os.environ]
     words += [f"--build-arg=ACCELERATOR={accelerator}"] if image == "train" else []
     words += [f"--label={key}={value}" for key, value in labels.items()]
-    bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)  # the authorities that this machine trusts
+    bundle = os.environ.get("SSL_CERT_FILE", _CA_BUNDLE)  # the certificate authorities of this machine
     if Path(bundle).is_file():
         quoted = bundle.replace('"', '""')  # the engine reads the value as a line of CSV
         words += [f'--secret=id=ca,"src={quoted}"' if set(',"\r\n') & set(bundle) else f"--secret=id=ca,src={bundle}"]
@@ -138,10 +138,10 @@ def build_command(image: str, accelerator: str, base: Base, *options: str) -> st
 
 
 def inputs_sha256(base: Base) -> str:
-    """Return a hash of all that images are built from: files, base, date and labels, as they are now.
+    """Return a hash of all current inputs of images: files, base, date and labels.
 
-    Which image it is, and for which accelerator, is in its name. Of a file's mode only what git keeps counts: whether
-    it is executable. The build sets the rest.
+    It is the same for all images and accelerators. Of a file's mode, only the executable bit counts, which git keeps;
+    the build sets the rest.
     """
     settings = [json.dumps(_labels(base)), *([] if base.digest else base.layers)]
     files = [ROOT / "docker" / "Dockerfile", *_context()]
@@ -182,7 +182,7 @@ def _context() -> list[Path]:
 
 
 def _labels(base: Base) -> dict[str, str]:
-    """Return the OCI annotations that are known only when building; the Dockerfile has the others."""
+    """Return the OCI labels that are known only at build time; the Dockerfile has the others."""
     labels = {
         "revision": checkout.revision(),
         "created": datetime.fromtimestamp(checkout.commit_time_s(), UTC).isoformat(),
@@ -193,7 +193,7 @@ def _labels(base: Base) -> dict[str, str]:
 
 
 def inspect_image(image: str) -> dict[str, str]:
-    """Return the record of an image in the manifest, with the digest of its base, or else of the base's content."""
+    """Return the record of an image for the manifest, with the digest of its base or, without one, of its content."""
     code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
     if code != 0:
         raise PrerequisiteError(
@@ -216,13 +216,13 @@ def pending_commands(accelerator: str) -> list[str]:
         return []
     commands = build_commands(accelerator, default_base())
     if engine.ask("image", "inspect", *(image_name(image, accelerator) for image in IMAGES))[0] == 0:
-        # A rebuild with little or nothing changed takes seconds: then only what goes wrong is worth reading.
+        # A rebuild with few changes takes seconds: then only errors are worth printing.
         return [command.replace("docker build", "docker build --quiet", 1) for command in commands]
     return commands
 
 
 def build_images(sh: Callable[[str], object], accelerator: str = "cpu", *, renew: bool = True) -> None:
-    """Build the images that are not current; without `renew` only if the tasks' is gone."""
+    """Build the images that are not current; without `renew`, only if the tasks' image is missing."""
     if not renew and engine.ask("image", "inspect", train_image(accelerator))[0] == 0:
         return
     for command in pending_commands(accelerator):

@@ -1,8 +1,8 @@
-"""The hash-locked requirements: which environments there are, and what each locks.
+"""The hash-locked requirements of each environment, or target.
 
-`requirements/TARGET.in` says what a target needs and why, `constraints.txt` holds the one version of every package that
-all targets share, and `TARGET.lock` holds the hashes that pip checks. A lock is complete, so pip installs what it holds
-and looks up no dependencies (`--no-deps`). No file names a package index: pip's own settings choose it.
+`requirements/TARGET.in` has the requirements of a target with their reasons, `constraints.txt` the version of each
+package that all targets share, and `TARGET.lock` the hashes that pip checks. A lock is complete, so pip installs it
+without resolving dependencies (`--no-deps`). No file names a package index, which is left to pip's settings.
 """
 
 import re
@@ -22,11 +22,11 @@ class Pin:
     name: str
     version: str
     marker: str
-    """The environments that want it, as in PEP 508; empty for all."""
+    """The environments to which the pin applies, as a PEP 508 marker; empty for all."""
 
     def applies(self, python: str = "") -> bool:
         """Return whether the pin applies to this machine, for this Python or for a version such as `3.11`."""
-        from packaging.markers import Marker  # here, because `up` does without it
+        from packaging.markers import Marker  # here, since `up` does not need it
 
         other = {"python_version": python, "python_full_version": f"{python}.0"} if python else {}
         return not self.marker or Marker(self.marker).evaluate(other)

@@ -1,7 +1,7 @@
-"""`invoke image.reproduce`: build an image again from nothing, and compare it layer by layer.
+"""`invoke image.reproduce`: rebuilds an image from scratch, and compares it layer by layer.
 
-Two images with the same configuration, date and sha256 of each layer are the same bytes. An id is not compared: engines
-compute it from different things. Both builds have separate tags, which are removed again: no image in use is touched.
+Two images with the same configuration, date and layer hashes are identical. Ids are not compared, since engines compute
+them differently. Both builds have separate tags, which are removed afterwards, so that no image in use is changed.
 """
 
 import itertools
@@ -22,18 +22,18 @@ TAG = "tf-cluster/reproduction"
 
 @dataclass(frozen=True)
 class Contents:
-    """What the engine records about an image."""
+    """The engine's record of an image."""
 
     name: str
     layers: list[str]
-    """The sha256 of each."""
+    """The sha256 of each layer."""
     config: dict[str, Any]
     created: str
 
 
 @dataclass(frozen=True)
 class ImageComparison:
-    """Whether two images are the same."""
+    """The comparison of two images."""
 
     image: str
     first: Contents
@@ -41,12 +41,12 @@ class ImageComparison:
 
     @property
     def identical(self) -> bool:
-        """Whether nothing differs, in any file or setting."""
+        """Whether all files and settings are the same."""
         return replace(self.first, name="") == replace(self.second, name="")
 
     @property
     def differing(self) -> list[int]:
-        """The numbers of the layers that differ, from 1; empty where only the configuration does."""
+        """The numbers of the layers that differ, from 1; empty if only the configuration differs."""
         pairs = itertools.zip_longest(self.first.layers, self.second.layers)
         return [number for number, (first, second) in enumerate(pairs, 1) if first != second]
 
@@ -65,7 +65,7 @@ class ImageComparison:
 
 
 def choose_images(image: str, against: str) -> tuple[str, ...]:
-    """Return which images are to be built."""
+    """Return the images to build; raise UsageError if the options are invalid."""
     if image not in (*images.IMAGES, BOTH):
         raise UsageError(f"--image {image!r} is unknown{nearest(image, (*images.IMAGES, BOTH))}")
     if image == BOTH and against:
@@ -74,10 +74,10 @@ def choose_images(image: str, against: str) -> tuple[str, ...]:
 
 
 def reproduce_image(image: str, accelerator: str, against: str, sh: Callable[[str], object]) -> ImageComparison:
-    """Build an image from nothing, twice, or once to compare with an existing image."""
+    """Build an image from scratch, twice, or once to compare it with an existing image."""
     called = images.image_name(image, accelerator)
     engine.demand("building an image")
-    other = _inspect(against, against) if against else None  # before a build of minutes
+    other = _inspect(against, against) if against else None  # before the build, which takes minutes
     base = images.default_base()
     for command in images.base_commands() if base.missing else []:
         sh(command)

@@ -1,1 +1,1 @@
-"""From a request to a run that is started, and to its end."""
+"""Planning, starting, resuming and removing runs."""

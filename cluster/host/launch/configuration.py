@@ -1,8 +1,8 @@
-"""The training configuration, resolved and tried by the training program, which this side never imports.
+"""The training configuration, resolved and tried by the training program, which commands never import.
 
-A trial of a user's model is not repeated while everything that it depends on is the same: the request, the environment,
-the program, the installed packages, the prepared data, and the content of every file of the user's modules and their
-imports. A file that a function opens by itself is not known; the tasks check what they load.
+A trial of a user's model is cached as long as all its inputs are the same: the request, the environment, the program,
+the installed packages, the prepared data, and the content of the user's modules and their imports. Files that a user's
+function opens are not tracked; the tasks check what they load.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ def resolve_config(
     code_dirs: Sequence[str] = (),
     cores: int = 0,
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
-    """Return the checked configuration, the folders of the user's modules that it names, and its prepared data.
+    """Return the checked configuration, the folders of the user's modules in it, and a description of its data.
 
-    The last is in words, and empty where the data must be prepared first.
+    The description is empty if the data must be prepared first.
 
     Args:
-        base: the `config.json` of a run that is resumed, instead of the preset.
-        packages: extra packages that those modules import.
-        code_dirs: where a run that is resumed had the user's modules, in case they are found nowhere else.
-        cores: that each task can use, where it runs on another machine; 0: those of this machine.
+        base: the `config.json` of a resumed or repeated run, which replaces the preset.
+        packages: the folder of extra packages that the user's modules import.
+        code_dirs: the folders of the user's modules in the resumed or repeated run, as a fallback.
+        cores: number of cores of each task on another machine; 0 for those of this machine.
 
     Raises:
         UsageError: a preset, an option or a value is wrong.
@@ -64,14 +64,14 @@ def check_config(
     memory_bytes: int = 0,
     start: user_code.Start | None = None,
 ) -> dict[str, Any]:
-    """Check that a configuration's data, model and loss fit together, once the data is prepared; return the stages.
+    """Check that a configuration's data, model and loss fit together; the data must be prepared.
 
-    The built-in ones do. Any others, and a model that is cut into stages, are tried: that takes as long as TensorFlow's
-    import, unless `start` starts a process that has it. The user's modules are found in the folders of `path`; each
-    stage may hold `memory_bytes`, 0: any amount.
+    Built-in ones do. Others, and a model that is cut into stages, are tried, which takes as long as TensorFlow's import
+    unless `start` starts a process that has imported it. The user's modules are in the folders of `path`; a stage may
+    use `memory_bytes`, 0 for any amount.
 
     Returns:
-        What `train.pipeline.stage_models.describe_partition` says of the stages, if there are any, and as `unverified`
+        The result of `train.pipeline.stage_models.describe_partition` for a model with stages, and under `unverified`
         the operations that keep oneDNN off, see `train/startup/primitives.py`; empty for built-in models.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
@@ -93,7 +93,7 @@ def check_config(
 
 
 def count_memory(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str]) -> dict[str, Any]:
-    """Return the bytes of the parts of a configuration's model."""
+    """Return the sizes of the parts of a configuration's model, such as weights and activations, in bytes."""
     return _preflight("memory", config, cluster, path, f"--model {config['model']!r}", {})
 
 
@@ -106,7 +106,7 @@ def _preflight(
     numbers: dict[str, int | None],
     start: user_code.Start | None = None,
 ) -> dict[str, Any]:
-    """Run the program of `train/startup/preflight.py`, but no check again while nothing has changed."""
+    """Run `train/startup/preflight.py`; the result of a check is cached while its inputs are unchanged."""
     described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data_dir()), **numbers}
     command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
     kept, began = locate_trial(data_dir(), command, path) if work == "check" else None, time.time()
@@ -133,15 +133,14 @@ def describe_training_options(request: Request) -> str:
 
 def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: Sequence[str] = ()) -> Any:
     preset = request.preset or PRESET
-    # The caller's modules are found next to the run file and where the caller is, although the program runs in the
-    # checkout.
+    # The program runs in the checkout, but the user's modules are next to the run file or in the caller's folder.
     here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]
     path = [*here, *python_path(), *code_dirs, *([str(packages)] if packages else [])]
     return user_code.run(
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
         f"--preset {preset!r}",
         "PRESET_TIMEOUT_S",
-        # For presets that import TensorFlow: no start-up messages, and no GPU taken from a run that trains on it.
+        # For presets that import TensorFlow: no start-up messages, and no GPU memory taken from a training run.
         environment={"TF_CPP_MIN_LOG_LEVEL": "3"}
         | os.environ
         | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(path)},
@@ -149,9 +148,9 @@ def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: S
 
 
 def recall_trial(file: Path) -> dict[str, Any] | None:
-    """Return the result of an earlier trial from its file, and print again what it printed.
+    """Return the cached result of a trial, and print its output again.
 
-    None if there is none, or a module has changed since.
+    Returns None without a cached result, or if a module has changed since.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         kept = read_json(file)
@@ -163,12 +162,12 @@ def recall_trial(file: Path) -> dict[str, Any] | None:
 
 
 def keep_trial(file: Path, began: float, result: dict[str, Any], printed: str) -> None:
-    """Keep the result of a trial, which has the files of the modules that it imported, and what it printed.
+    """Cache the result of a trial, which lists the files of the imported modules, and its output.
 
-    `began` is its time in seconds since the epoch: a module that was edited later may not be the one that it tried.
+    `began` is the start of the trial in seconds since the epoch: nothing is cached if a module was edited after it.
     """
     paths = [Path(name) for name in result.pop("files")]
-    with contextlib.suppress(OSError):  # then the next one is made again
+    with contextlib.suppress(OSError):  # the trial is then repeated next time
         digests = {str(path): files.sha256(path) for path in paths}
         if any(path.stat().st_mtime >= began for path in paths):
             return
@@ -179,7 +178,7 @@ def keep_trial(file: Path, began: float, result: dict[str, Any], printed: str) -
 
 
 def locate_trial(data: Path, command: Sequence[str], path: Sequence[str]) -> Path:
-    """Return the file of the trial by a command, in this environment and with the data as it is."""
+    """Return the cache file for a trial: its name depends on the command, the environment and the data."""
     known = [*(ROOT / "train").rglob("*.py"), *(ROOT / "train").rglob("*.toml"), *data.glob("*/*/*.json")]
     states = sorted(_state(file) for file in known)
     variables = {name: value for name, value in os.environ.items() if name not in VOLATILE}
@@ -190,7 +189,7 @@ def locate_trial(data: Path, command: Sequence[str], path: Sequence[str]) -> Pat
 
 
 def _state(file: Path) -> tuple[str, int, int]:
-    """Return what changes with a file's content; another command may have just removed the file."""
+    """Return the path, size and modification time of a file; zeros if another command has just removed it."""
     try:
         status = file.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Where runs and data lie, which run a name means, and whether a run may be started in its folder."""
+"""The folders of runs and data, the lookup of runs by name, and the check of a folder before a start."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from cluster.system.errors import UsageError, nearest
 from cluster.system.messages import COMMAND, short_path
 
 MIN_FREE_BYTES = 512 * 2**20
-"""Free disk space without which a run is not started: its checkpoints, logs and export would not fit."""
+"""Free disk space that a run needs to start, for its checkpoints, logs and export."""
 
 
 def runs_dir() -> Path:
@@ -26,7 +26,7 @@ def data_dir() -> Path:
 
 
 def find_run(name: str = "") -> RunFolder:
-    """Return the run called `name`, or the current one."""
+    """Return the run called `name`, by default the current one; raise UsageError if there is none."""
     current = runs_dir() / ".current"
     if not name:
         if not current.exists() or not (runs_dir() / current.read_text().strip()).exists():
@@ -40,7 +40,7 @@ def find_run(name: str = "") -> RunFolder:
 
 
 def free_folder(name: str) -> RunFolder:
-    """Return the first of `name`, `name-2`, `name-3` and so on that is neither a run nor about to become one."""
+    """Return the first of `name`, `name-2`, `name-3` and so on that is neither a run nor claimed for one."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     folders = (RunFolder(runs_dir() / candidate) for candidate in names)
     free = (run for run in folders if run.incomplete or not os.path.lexists(run.path))
@@ -48,7 +48,7 @@ def free_folder(name: str) -> RunFolder:
 
 
 def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
-    """Check that a run may be started in its folder. What is true without its claim may be over at once."""
+    """Check that a run can be started in its folder. The result is reliable only for the holder of the claim."""
     name = run.name
     if not os.path.lexists(run.path) or (run.incomplete and not claim.is_held(run)):
         return

@@ -1,7 +1,7 @@
-"""What a run was made of: `manifest.json` in its folder, enough to repeat it elsewhere and to name the differences.
+"""The inputs of a run: `manifest.json` in its folder, enough to repeat the run elsewhere and to name the differences.
 
-No host path, user name or secret goes into it. It is written when the run starts; the chief adds its data and the
-environment that it computes in (`train/telemetry/environment.py`).
+It contains no host path, user name or secret. It is written when the run starts; the chief adds its data and its
+environment (`train/telemetry/environment.py`).
 """
 
 import os
@@ -20,11 +20,11 @@ from cluster.system.paths import ROOT
 
 SCHEMA = 1
 CODE = ("cluster", "train")
-"""The folders whose files run; others may hold anything."""
+"""The folders of this checkout that contain the code of a run."""
 
 
 def write_manifest(plan: Plan) -> None:
-    """Write the manifest of a run that is about to start; of a script it has the name and contents, not the place."""
+    """Write the manifest of a run that is about to start. It has a script's name and hash, but not its path."""
     script = plan.payload.script
     value = {
         "schema": SCHEMA,
@@ -45,7 +45,7 @@ def write_manifest(plan: Plan) -> None:
 
 
 def _code() -> dict[str, Any]:
-    """Return which code runs: a hash of each folder's files and, in a git checkout, where they come from."""
+    """Return a hash of each code folder and, in a git checkout, the commit and a hash of its changes."""
     hashes = {f"{part}_sha256": _tree(ROOT / part) for part in CODE}
     if not (commit := checkout.commit()):
         return {"commit": None, **hashes}
@@ -53,7 +53,7 @@ def _code() -> dict[str, Any]:
 
 
 def _own_code(payload: Payload) -> dict[str, str]:
-    """Return a hash of each folder with modules of the user's own, by its place and name, and of their requirements."""
+    """Return a hash of each folder of the user's modules, by its position and name, and of their requirements."""
     hashes = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
     if payload.requirements:
         hashes[payload.requirements.name] = sha256(payload.requirements)
@@ -67,7 +67,7 @@ def _tree(folder: Path) -> str:
 def _modules(folder: Path) -> Iterator[str]:
     """Yield the names of the Python files of a folder, which may be a whole project or a home folder.
 
-    What is hidden and virtual environments are left out, and so is a link to nothing: an editor locks a file with one.
+    Hidden files, virtual environments and dangling links, with which an editor may lock a file, are left out.
     """
     for at, inside, files in os.walk(folder):
         inside[:] = [name for name in inside if not name.startswith(".") and not Path(at, name, "pyvenv.cfg").exists()]

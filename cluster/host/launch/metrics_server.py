@@ -1,4 +1,4 @@
-"""The metrics of a run for Prometheus, and the process that serves them: it is in none of the tasks' networks.
+"""The metrics of a run for Prometheus, and the process that serves them, outside the tasks' networks.
 
 python -m cluster.host.launch.metrics_server RUN_DIR PORT   `metrics_server.toml` lists the metrics
 """
@@ -28,20 +28,20 @@ from cluster.system.ports import open_listener
 HOST = "127.0.0.1"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 LOOK_S = 5.0
-"""How often the process looks whether the run has ended."""
+"""How often the process checks whether the run has ended."""
 REQUEST_S = 2.0
-"""Longest time for a request, however slow its client is. Requests are answered one at a time."""
+"""Timeout of a request, in case of a slow client. Requests are answered one at a time."""
 LINGER_S = 60.0
-"""How long the last state of an ended run can be read: for four of Prometheus' usual intervals."""
+"""How long the final state of a run is served: four of Prometheus' usual scrape intervals."""
 
 
 def address(port: int) -> str:
-    """Return the address of the metrics."""
+    """Return the URL of the metrics."""
     return f"http://{HOST}:{port}/metrics"
 
 
 def check_port(port: int) -> None:
-    """Check that metrics can be served on a port; 0 is always right. Raise PrerequisiteError if not."""
+    """Check that metrics can be served on a port, 0 for none; raise PrerequisiteError if not."""
     try:
         open_listener(HOST, port).close()
     except OSError as error:
@@ -50,7 +50,7 @@ def check_port(port: int) -> None:
 
 
 def start(run: RunFolder, port: int) -> None:
-    """Serve the metrics of a run that has just been started. The process ends with the others of the run."""
+    """Start the metrics server of a new run, if it has a port. The server ends with the run's other processes."""
     if port and (owned := owner.read_owner(run)):
         command = [sys.executable, "-m", "cluster.host.launch.metrics_server", str(run.path), str(port)]
         processes.start_detached(command, environment=os.environ | {owner.TOKEN: owned.token})
@@ -59,7 +59,7 @@ def start(run: RunFolder, port: int) -> None:
 def render_metrics(run: RunFolder) -> str:
     """Return the metrics of a run in Prometheus' text format."""
     now, beats, ended, started = time.time(), run.heartbeats(), run.load_summary(), summary.start_time(run)
-    # By the clocks, like the ages of heartbeats: this decides nothing, and a second look would take seconds.
+    # By the clocks, like the ages of heartbeats: it is only informative, and a reliable check would take seconds.
     silent = [name for name, beat in beats.items() if heartbeat.seems_old(beat)]
     value = read_status(run, heartbeat.with_lost(beats, silent), with_board=False)
     failures = restart_costs.failures(run, started)
@@ -97,7 +97,7 @@ def _label(name: str, content: str) -> str:
 
 
 def _series(metric: Mapping[str, Any], source: Any, labels: str) -> list[tuple[str, float]]:
-    """Return the labels, as text, and the value of each series of a metric; none without a value."""
+    """Return the labels, as text, and the value of each series of a metric, without missing values."""
     for key in metric["from"].split("."):
         source = (source or {}).get(key)
     numbers = {labels: source}
@@ -107,7 +107,7 @@ def _series(metric: Mapping[str, Any], source: Any, labels: str) -> list[tuple[s
 
 
 def answer(run: RunFolder, request: Mapping[str, Any], start_response: Callable[..., object]) -> list[bytes]:
-    """Answer an HTTP request by the protocol of WSGI."""
+    """Answer an HTTP request, as a WSGI application."""
     is_found = request["PATH_INFO"] == "/metrics"
     page = render_metrics(run).encode(errors="replace") if is_found else b"see /metrics\n"
     headers = [("Content-Type", "text/plain; version=0.0.4; charset=utf-8"), ("Content-Length", str(len(page)))]
@@ -116,8 +116,8 @@ def answer(run: RunFolder, request: Mapping[str, Any], start_response: Callable[
 
 
 def serve(run: RunFolder, port: int) -> None:
-    """Serve the metrics of a run until its folder is deleted, or it has ended a while ago."""
-    from wsgiref.simple_server import make_server  # only here: every command would wait 10 ms for it
+    """Serve the metrics of a run until its folder is deleted, or until `LINGER_S` after its end."""
+    from wsgiref.simple_server import make_server  # here, as it would delay every command by 10 ms
 
     server, ended_at = make_server(HOST, port, lambda *request: answer(run, *request)), float("inf")
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -127,7 +127,7 @@ def serve(run: RunFolder, port: int) -> None:
                 signal.setitimer(signal.ITIMER_REAL, REQUEST_S)
                 server.handle_request()
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        ended_at = min(ended_at, time.monotonic()) if run.summary.exists() else float("inf")  # it may be resumed
+        ended_at = min(ended_at, time.monotonic()) if run.summary.exists() else float("inf")  # the run may be resumed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The mirror of a run: what the store has of it, and before the run starts, whether the store takes it or has more.
+"""The mirror of a run in an object store: its layout, the check that it is writable, and fetching a run from it.
 
 A store has bundles of files, each with a manifest that is written last and deleted first:
 
@@ -6,9 +6,9 @@ A store has bundles of files, each with a manifest that is written last and dele
     RUN/checkpoints/200-<id>-<digest>/ckpt-200.index, ...    RUN/checkpoints/200-<id>-<digest>.json
     RUN/export/938-<id>-<digest>/saved_model.pb, ...         RUN/export/938-<id>-<digest>.json
 
-A bundle without its manifest does not exist, so an upload can be killed at any time. Its name has the identifier of the
-run that wrote it, which deletes no other, and a digest of its files: another state of the same step replaces it only
-once that is complete itself.
+A bundle without its manifest does not count, so an upload can be killed at any time. The bundle's name has the
+identifier of its run, so that no run deletes another's, and a digest of its files, so that another state of the same
+step replaces it only once that one is complete.
 """
 
 import contextlib
@@ -37,42 +37,42 @@ from cluster.system.terminal import print_lines
 RECORDS, CHECKPOINTS, EXPORT = KINDS = ("records", "checkpoints", "export")
 CHUNK_BYTES = 4 * 2**20
 GCS_RETRY = "retry_limit_seconds"
-"""A parameter: how long Google's client tries again by itself, 15 minutes by default."""
+"""The URL parameter that limits how long Google's client retries, by default 15 minutes."""
 RECORD_NAMES = (
     *("config.json", "cluster.json", "compose.json", "environment.json", "manifest.json", "stages.json"),
     *("summary.json", "README.md", "control/started.json", "control/tensorboard.json"),
 )
-"""The records that a mirror has: those from which a run is resumed, and its result."""
+"""The records in a mirror: those that are needed to resume a run, and its result."""
 CHECKPOINT_FILE = re.compile(r"ckpt-\d+(?:\+\d+)?\.(?:index|data-[\w-]+)")
 _RECORD = re.compile("|".join(map(re.escape, RECORD_NAMES)))
 _BUNDLE = re.compile(r"\w+/\d{1,15}-[0-9a-f]{16}-[0-9a-f]{16}")
 
 Files = dict[str, tuple[int, str]]
-"""The size in bytes and the sha256 of each file, by its name in a folder."""
+"""The size in bytes and the sha256 of each file, by its path in a folder."""
 
 
 class UnfitError(Exception):
-    """Files that are missing, or not those of the manifest."""
+    """Files are missing or do not match their manifest."""
 
 
 def number_of(bundle: str) -> int:
-    """Return the step of a bundle, or the version of records."""
+    """Return the step of a bundle, or the version of a bundle of records."""
     return int(bundle.rpartition("/")[2].partition("-")[0])
 
 
 def name_bundle(kind: str, number: int, run_id: str, files: Files) -> str:
-    """Return the name of a bundle with these files."""
+    """Return the name of the bundle with these files, see the module."""
     digest = hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
     return f"{kind}/{number}-{run_id}-{digest[:16]}"
 
 
 class Store:
-    """The folder of a run in a store. Each method raises OSError where the store refuses or does not answer."""
+    """The folder of a run in a store. Every method raises OSError if the store refuses or does not answer."""
 
     def __init__(self, url: str, name: str) -> None:
         if url.startswith("gs:") and GCS_RETRY not in url:
             url += f"{'&' if '?' in url else '?'}{GCS_RETRY}=20"
-        from pyarrow import fs  # here: the import takes 0.3 s, which commands without a mirror do not need
+        from pyarrow import fs  # here, as the import takes 0.3 s and only mirrors need it
 
         base, path = fs.FileSystem.from_uri(url)
         self._select, self._missing = fs.FileSelector, fs.FileType.NotFound
@@ -86,7 +86,7 @@ class Store:
         self._files.delete_file(name)
 
     def list_bundles(self, *kinds: str, run_id: str = "", complete: bool = True) -> list[str]:
-        """Return the bundles of some kinds or all, and of one run or all, newest first; or those without a manifest."""
+        """Return the bundles of `kinds`, or all, and of one run, or all, newest first; or those without a manifest."""
         selections = [self._select(kind, allow_not_found=True) for kind in kinds or KINDS]
         paths = {entry.path for selection in selections for entry in self._files.get_file_info(selection)}
         finished = {path.removesuffix(".json") for path in paths if path.endswith(".json")}
@@ -95,7 +95,7 @@ class Store:
         return sorted(bundles, key=number_of, reverse=True)
 
     def put(self, bundle: str, files: Files, source: Path) -> None:
-        """Upload files of a folder, and then their manifest; raise UnfitError if one was deleted or changed."""
+        """Upload files of the folder `source`, then their manifest; raise UnfitError if one was deleted or changed."""
         for name, expected in files.items():
             try:
                 file = open_file(source / name, "rb")
@@ -134,7 +134,7 @@ class Store:
         return self._files.open_output_stream(path)
 
     def _write(self, path: str, content: bytes) -> None:
-        """Write a small file, which shows whole or not at all, as object stores do by themselves."""
+        """Write a small file atomically, as object stores always do."""
         scratch = f"{path}.part" if self._is_local else path
         with self._open(scratch) as file:
             file.write(content)
@@ -152,7 +152,7 @@ def _copy(source: IO[bytes], target: IO[bytes]) -> tuple[int, str]:
 
 
 def locate_mirror(request: Request) -> Request:
-    """Return a request without credentials; a URL to resume is that of a mirror, with the run's name behind it."""
+    """Return a request without credentials; split a URL in `--resume` into the mirror's URL and the run's name."""
     url, name = request.mirror, request.resume
     if "://" in name:
         folder, mark, query = mirror.take_credentials(name).partition("?")
@@ -162,11 +162,11 @@ def locate_mirror(request: Request) -> Request:
 
 
 def check_mirror(url: str, name: str, run_id: str) -> None:
-    """Check that a run can write to its mirror, and that no other run of its name has.
+    """Check that a run can write to its mirror, and that the mirror has no other run of the same name.
 
     Raises:
-        PrerequisiteError: the store does not answer, or refuses.
-        UsageError: another run has.
+        PrerequisiteError: the store refuses or does not answer.
+        UsageError: the mirror has another run of that name.
     """
     with _reaching(url):
         store = Store(url, name)
@@ -177,13 +177,13 @@ def check_mirror(url: str, name: str, run_id: str) -> None:
 
 
 def fetch_run(request: Request) -> None:
-    """Fetch the run to resume if its mirror has a newer checkpoint than this machine, or this machine nothing of it.
+    """Fetch the run to resume if this machine does not have it, or has only an older checkpoint than the mirror.
 
-    Its records are trusted as if this user had started it here, because the command names the mirror.
+    The fetched records are trusted like those of a run that this user started, because the command names the mirror.
 
     Raises:
-        PrerequisiteError: the store does not answer, or refuses.
-        UsageError: there is no such run, or the one here was not started by this user.
+        PrerequisiteError: the store refuses or does not answer.
+        UsageError: there is no such run, or another user has started the run on this machine.
     """
     url = request.mirror
     if not request.resume or url in ("", mirror.NONE):
@@ -223,7 +223,7 @@ def fetch_run(request: Request) -> None:
 
 
 def _fetch_first_intact(bundles: list[str], fetch: Callable[[str], None]) -> str:
-    """Fetch the first intact one of some bundles and return it; print a line for each that is skipped."""
+    """Fetch the first intact bundle and return its name, or an empty string; print a warning for each damaged one."""
     for bundle in bundles:
         try:
             fetch(bundle)
@@ -246,7 +246,7 @@ def _fetch_checkpoint(store: Store, bundle: str, run: RunFolder) -> None:
     def write(prefix: str) -> None:
         folder = Path(prefix).parent
         store.get(bundle, folder, CHECKPOINT_FILE)
-        for path in list(folder.iterdir()):  # another save of the step may have had their names
+        for path in list(folder.iterdir()):  # the prefix may differ, if this step has been saved before
             path.rename(prefix + path.name[path.name.index(".") :])
 
     write_checkpoint(write, Saved(run.checkpoints, number_of(bundle)))

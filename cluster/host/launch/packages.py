@@ -1,9 +1,9 @@
-"""Extra packages for one's own code: `--requirements FILE` -> a folder for PYTHONPATH, made once and kept.
+"""Extra packages for the user's code: `--requirements FILE` -> a folder for PYTHONPATH, created once and cached.
 
-Neither .venv nor the image changes: what they have stays as locked, and only what the file needs beyond that is put
-into `.build/packages/`, every file checked against the hash that it was resolved with. Wheels alone are taken, so that
-nothing is built with packages that no hash pins; what the file names with `--no-binary`, or as an archive, is built
-with the locked setuptools.
+Neither .venv nor the image changes: their packages stay as locked, and only additional packages are installed, into
+`.build/packages/`, each file checked against the hash from its resolution. Only wheels are used, so that nothing is
+built with unpinned packages; a package that the file names with `--no-binary`, or as an archive, is built with the
+locked setuptools.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from cluster.system.paths import ROOT
 FOLDER = ROOT / ".build" / "packages"
 LOCK = ROOT / "requirements" / "train-cpu.lock"
 RESOLVED = "requirements.txt"
-"""In the folder of packages: what was installed there, each with its hash."""
+"""The file in the folder that lists the installed packages with their hashes."""
 
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
 _LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
-"""A requirements file may name exceptions to the first; the others have those built with what `.venv` holds."""
+"""A requirements file may exempt packages from the first option; the others build these with packages of `.venv`."""
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
 _OURS = (*_TENSORFLOW, "tf-keras")
 _NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "ReadTimeoutError", "NameResolutionError")
@@ -51,10 +51,10 @@ def locate_packages(requirements: Path, python: str) -> Path:
 
 
 def install_packages(requirements: Path, python: str) -> Path:
-    """Return the folder with the packages of a requirements file, filling it unless it is there.
+    """Return the folder with the packages of a requirements file, after creating it if needed.
 
     Raises:
-        UsageError: the file cannot be read, or names what does not exist or does not go with our own packages.
+        UsageError: the file is unreadable, or names a package that does not exist or conflicts with the locked ones.
         PrerequisiteError: no package index can be reached.
     """
     target = locate_packages(requirements, python)
@@ -65,7 +65,7 @@ def install_packages(requirements: Path, python: str) -> Path:
     with tempfile.TemporaryDirectory(prefix=".filling-", dir=FOLDER) as scratch:
         filled = _fill(requirements, python, Path(scratch))
         try:
-            filled.rename(target)  # whole or not at all, and the first of two wins
+            filled.rename(target)  # atomic, and the first of two concurrent calls wins
         except OSError:
             if not target.exists():
                 raise
@@ -85,11 +85,11 @@ def _fill(requirements: Path, python: str, scratch: Path) -> Path:
 
 
 def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
-    """Return the packages to install beyond our own, a line of a requirements file each."""
-    from packaging.utils import canonicalize_name  # here, because `up` without --requirements does without it
+    """Return the packages to install beyond the locked ones, each as a line of a requirements file."""
+    from packaging.utils import canonicalize_name  # here, since only `up` with --requirements needs it
 
     own = locks.pins("train-cpu")
-    # Of the two packages that TensorFlow has, one is installed here, but it is as good as the other.
+    # Only one of TensorFlow's two packages is installed, but it satisfies requirements of either.
     kept = [pin for pin in own if pin.name in _TENSORFLOW or pin.applies(python)]
     (scratch / "constraints.txt").write_text("".join(f"{pin.name}=={pin.version}\n" for pin in kept))
     words = ["install", "--dry-run", "--ignore-installed", "--report", str(scratch / "report.json")]
@@ -102,7 +102,7 @@ def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:
 
 
 def _line(package: dict[str, Any], requirements: Path) -> str:
-    """Return a package of pip's report as a requirement that only this file satisfies."""
+    """Return a package in pip's report as a requirement that only this very file satisfies."""
     name, origin = package["metadata"]["name"], package["download_info"]
     digest = origin.get("archive_info", {}).get("hashes", {}).get("sha256")
     if not digest and origin["url"].startswith("file://"):  # pip 23.0 reports none for a file
@@ -117,7 +117,7 @@ def _line(package: dict[str, Any], requirements: Path) -> str:
 
 
 def _for_python(python: str) -> list[str]:
-    """Return pip's options for a version of Python; for another than this one wheels alone will do."""
+    """Return pip's options for a version of Python; for any other version than this one, only wheels work."""
     if python == registry.LOCAL.python:
         return _LOCKED_BUILDS
     return ["--python-version", python, "--only-binary=:all:", "--no-compile"]
@@ -151,7 +151,7 @@ def _gist(printed: str) -> str:
 
 
 def _files_named_in(text: str, requirements: Path) -> list[bytes]:
-    """Return the contents of the files that a requirements file names: they count as much as its own text."""
+    """Return the contents of the files that a requirements file names, which are part of its content."""
     contents = []
     for word in re.findall(r"[^\s=@]+", text):
         for base in (Path.cwd(), requirements.absolute().parent):

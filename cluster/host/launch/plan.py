@@ -1,6 +1,6 @@
-"""A run that was checked and can be started; how it is shown; and what each of its tasks holds in memory.
+"""The plan of a run, checked and ready to start; its output for `invoke plan`; and its estimate of memory.
 
-TensorFlow counts the model's parts in a separate process, see `train/startup/preflight.py`.
+TensorFlow counts the model's parameters in a separate process, see `train/startup/preflight.py`.
 """
 
 import functools
@@ -24,33 +24,33 @@ from cluster.system.messages import COMMAND, counted, plain, size
 from cluster.system.terminal import print_wait
 
 BF16 = {"avx512_bf16", "amx_bf16"}
-"""Features of processors on which bf16 is faster than fp32."""
+"""CPU flags, any of which makes bf16 faster than fp32."""
 AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-"""Features of a processor that oneDNN's kernels for AVX-512 need."""
+"""CPU flags, all required by oneDNN's AVX-512 kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Workload):
-    """What is started, on which runtime, and how it is looked after."""
+    """The workload of a run, its runtime and its options."""
 
     request: Request
-    """As typed."""
+    """The request as typed."""
     options: Request
-    """The same with what it inherits from the run that it resumes or repeats."""
+    """The request with the options that it inherits from the run that it resumes or repeats."""
     runtime: Runtime
     why_runtime: str
-    """In words what runs the tasks, and why."""
+    """The runtime and the reason for it, in words."""
     compose: dict[str, Any]
-    """What the runtime makes of it, as saved in `compose.json`."""
+    """The runtime's description of the tasks, as saved in `compose.json`."""
     config: dict[str, Any]
     data: str
-    """In words what is prepared of its data; empty where something must be."""
+    """A description of the prepared data; empty if the data must still be prepared."""
     tensorboard_port: int | None
     replaces: bool
     mirror: str = ""
-    """The URL of the object store that mirrors it, without credentials."""
+    """The URL of the object store that mirrors the run, without credentials."""
     mirror_id: str = ""
-    """What marks the run's files there."""
+    """The identifier of the run's files in the mirror."""
     previous: RunFolder | None = None
     """The run that is resumed or repeated."""
     init: tuple[Path, ...] = ()
@@ -73,8 +73,8 @@ class Plan(Workload):
 
     @property
     def fast_kernels(self) -> list[str]:
-        """The values of `--onednn` that its `auto` may become for a user's model here, the fastest first."""
-        known = not self.runtime.is_remote  # nothing is known of other machines' processors
+        """The values to which `--onednn auto` may resolve for a user's model here, fastest first."""
+        known = not self.runtime.is_remote  # the processors of other machines are unknown
         return ["avx512", "avx2"] if known and AVX512 <= processor_flags() else ["avx2"]
 
     @property
@@ -83,9 +83,9 @@ class Plan(Workload):
         return self.config.get("onednn") == "auto" and bool(self.config["deterministic"])
 
     def choose_kernels(self, unverified: dict[str, list[str]]) -> tuple[str, list[str]]:
-        """Return `--onednn`, and why it is not the fastest.
+        """Return the value of `--onednn`, and notes on why it is not the fastest.
 
-        `unverified` lists the model's operations whose bits may vary, by the instructions of the kernels.
+        `unverified` lists the model's operations whose bits may vary, keyed by the kernels' instruction set.
         """
         fastest, *slower = self.fast_kernels
         chosen = next((kernels for kernels in (fastest, *slower) if unverified.get(kernels) == []), "off")
@@ -132,7 +132,7 @@ class Plan(Workload):
     def to_json(self) -> dict[str, Any]:
         batch, port = self.config.get("global_batch"), self.tensorboard_port
         shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
-        most = -(-shards // self.cluster.batch_divisor)  # of one replica: they need not share them evenly
+        most = -(-shards // self.cluster.batch_divisor)  # most shards of a replica: they may be shared unevenly
         micro_batches = self.config.get("micro_batches", 1)
         return {
             "run": self.run.name,
@@ -163,7 +163,7 @@ class Plan(Workload):
         }
 
     def _pipeline(self) -> dict[str, Any] | None:
-        """Return the stages that the model is cut into, once its data is prepared; None for another strategy."""
+        """Return the stages of the model; None for other strategies, or while the data is not prepared."""
         if not self.cluster.kind.staged or not self.data:
             return None
         stages, micro_batches = self.cluster.stages, self.config["micro_batches"]
@@ -186,7 +186,7 @@ class Plan(Workload):
 
     @property
     def stage_memory_bytes(self) -> int:
-        """What each stage may hold; 0 where no limit is known. Stages of one task share its memory, or have a GPU."""
+        """The memory limit of a stage; 0 if unknown. A stage has a GPU, or its share of the task's memory."""
         if self.gpus.memory_bytes or not self.memory.task_bytes:
             return self.gpus.memory_bytes
         return max(1, (self.memory.task_bytes - TASK_MEMORY_BYTES) // self.cluster.devices)
@@ -199,7 +199,7 @@ class Plan(Workload):
         rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
         rate, schedule = settings["learning_rate"], settings.get("schedule", "constant")
         precision = compatibility.precision_of(self.cluster.strategy, self.config.get("precision", "fp32"))
-        # Only oneDNN has kernels for bf16, and only this machine's processor is known.
+        # On CPUs only oneDNN has bf16 kernels, and only this machine's processor is known.
         on_this_processor = self.config.get("onednn") == "on" and not self.gpus.ids and not self.runtime.is_remote
         return {
             "precision": precision,
@@ -219,13 +219,13 @@ class Plan(Workload):
 
 @functools.cache
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the names of this processor's features, those of its first core."""
-    with cpuinfo.open() as lines:  # with many cores all of it takes long to read
+    """Return the CPU flags of this machine's first core."""
+    with cpuinfo.open() as lines:  # reading all of it is slow on a machine with many cores
         return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """Return a plan as `invoke plan --json` shows it, with memory and kernels where the data is ready."""
+    """Return the output of `invoke plan --json`, with memory and kernels if the data is ready."""
     value = plan.to_json() | {"memory": estimate_memory(plan)}
     if plan.chooses_kernels and (value["pipeline"] or "parameters" in (value["memory"] or {})):
         kernels, why = plan.choose_kernels(plan.try_configuration().get("unverified", {}))
@@ -234,7 +234,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def plan_lines(value: dict[str, Any]) -> list[str]:
-    """Return a plan as lines of text. A job's script is not wrapped, so that it can be pasted."""
+    """Format a plan as lines of text. A job's script is not wrapped, so that it can be pasted."""
     return [*_description(value), *map(plain, value.get("compose", {}).get("script", "").splitlines())]
 
 
@@ -312,14 +312,14 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
 
 
 def estimate_memory(plan: Plan) -> dict[str, Any] | None:
-    """Return the memory of each task against its limit, as `invoke plan --json` shows it.
+    """Return the memory of each task against its limit, as in `invoke plan --json`.
 
     Returns:
-        None for a script, and for a pipeline, whose stages `plan` shows.
+        None for a script, and for a pipeline, for which `plan` reports memory by stage.
     """
     if plan.payload.script or plan.cluster.kind.staged:
         return None
-    if not plan.data and ":" not in plan.config["dataset"]:  # your own is never called ready, see `describe_ready`
+    if not plan.data and ":" not in plan.config["dataset"]:  # a user's data is never called ready, see `describe_ready`
         return {
             "unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` does that, and so does `up`"
         }
@@ -332,7 +332,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
 
 
 def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the bytes of each replica and task, and whether all fit."""
+    """Return the memory of each replica and task in bytes, and whether all fit."""
     per_replica = _replica(plan, sizes)
     snapshots, needs = bool(plan.config.get("memory_snapshots")), sum(per_replica.values())
     of_task = {task.name: _task(plan.cluster, task, sizes, needs, snapshots=snapshots) for task in plan.cluster.tasks}
@@ -359,7 +359,7 @@ def _replica(plan: Plan, sizes: dict[str, Any]) -> dict[str, int]:
     served = plan.cluster.kind.served
     return {
         "weights": sizes["weights_bytes"],
-        "gradients": sizes["gradients_bytes"] * (2 if micro_batches > 1 else 1),  # and their sum
+        "gradients": sizes["gradients_bytes"] * (2 if micro_batches > 1 else 1),  # also their sum
         "optimizer": 0 if served else sizes["optimizer_bytes"],
         "activations": examples * (sizes["activation_bytes"] or 0),
     }
@@ -379,7 +379,7 @@ def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes
 
 @plain_lines
 def memory_lines(value: dict[str, Any] | None) -> list[str]:
-    """Return it as lines of text."""
+    """Format the result of `estimate_memory` as lines of text."""
     if value is None:
         return []
     if "unknown" in value:

@@ -1,4 +1,4 @@
-"""From a request to a plan: everything is checked here, and nothing is changed."""
+"""Turns a request into a plan. All checks are made here, and nothing is changed."""
 
 import math
 import os
@@ -30,17 +30,17 @@ from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.messages import counted
 
 DEVICE_FILES = {"tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
-"""The files of the hardware that some strategies need, where this machine has it."""
+"""The device files of the hardware that some strategies need, as glob patterns."""
 
 
 def plan(typed: Request, *, stops_first: bool = False) -> Plan:
-    """Check a request and return the plan of its run. Changes nothing but the cache of packages.
+    """Check a request and return the plan of its run. Changes nothing except the cache of packages.
 
     With `stops_first` the run to resume may be in progress, because it is stopped before the plan is started.
 
     Raises:
-        UsageError: something requested cannot be done.
-        PrerequisiteError: something that this machine must have is missing.
+        UsageError: the request is invalid.
+        PrerequisiteError: this machine lacks a prerequisite.
     """
     settings.check_settings()
     previous: RunFolder | None = None
@@ -107,7 +107,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
 
 
 def _warm_s(typed: Request) -> float:
-    """Return how long the process that has imported TensorFlow stays after a run."""
+    """Return for how many seconds after a run the process with TensorFlow's imports is kept for the next run."""
     text = typed.keep_warm or run_file.read_user_file().get("keep_warm", "0")
     seconds = 0.0 if text == "0" else spec.parse_age(text, "keep-warm")
     if seconds and (refused := warm.refusal()):
@@ -124,7 +124,7 @@ def _network(typed: Request, request: Request, runtime: Runtime, cluster: Cluste
 
 
 def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpec) -> Job:
-    """Return the request to a scheduler; empty where none places the tasks."""
+    """Return the request to the scheduler; empty for a runtime without one."""
     check_needs(typed, {Needs.QUEUE: runtime.is_remote})
     if not runtime.is_remote:
         return Job()
@@ -142,9 +142,9 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
 
 
 def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: int = 0) -> None:
-    """Check that tasks may have the GPUs that an option requests, and as many devices as GPUs.
+    """Check that the strategy can use the GPUs of an option, and that each task has as many devices as GPUs.
 
-    `per_task` is 0 where the number is not known yet.
+    `per_task` is the number of GPUs of each task, 0 if not known yet.
     """
     if cluster.kind.hardware:
         raise UsageError(f"{option} with --strategy {cluster.strategy}, which is for other hardware; leave one out")
@@ -156,7 +156,7 @@ def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: in
 
 
 def check_devices(request: Request, cluster: ClusterSpec, gpus: int) -> None:
-    """Check that several devices of several tasks are GPUs: on CPUs TensorFlow would use one of them, unnoticed."""
+    """Check that several devices in each of several tasks are GPUs: TensorFlow would silently use only one CPU."""
     if cluster.strategy == "multiworker" and cluster.devices > 1 and not gpus and not request.script:
         tasks = cluster.devices * (1 + len(cluster.of(Role.WORKER)))
         raise UsageError(
@@ -189,7 +189,7 @@ def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
 def check_batch_and_precision(
     config: dict[str, Any], cluster: ClusterSpec, previous: Mapping[str, Any] | None = None
 ) -> None:
-    """Check that the cluster's replicas can share the configuration's global batch, and compute in its precision."""
+    """Check that the cluster's replicas can share the global batch and compute in the configuration's precision."""
     compatibility.check_precision(cluster, config.get("precision", "fp32"))
     compatibility.check_stages(cluster, config, previous)
     if shards := config.get("bitwise_elastic", 0):  # the training program has checked that they cut the batch evenly
@@ -213,9 +213,9 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
 def _resolve(
     request: Request, base: Path | None, started: Started, runtime: Runtime, cores: int
 ) -> tuple[dict[str, Any], Payload, str]:
-    """Return the run's `config.json`, the payload of its tasks, and in words which data is prepared.
+    """Return the run's `config.json`, the payload of its tasks, and a description of the prepared data.
 
-    Each task can use `cores` where a scheduler chooses its machine; 0: those of this machine.
+    `cores` is the number of cores of each task on another machine, 0 for those of this machine.
     """
     check_path("requirements", request.requirements)
     requirements = settings.expanded("requirements", request.requirements).absolute() if request.requirements else None
@@ -238,7 +238,7 @@ def _resolve(
 
 
 def build_cluster(request: Request) -> ClusterSpec:
-    """Return the cluster of a request, which has the topology of the run that it resumes."""
+    """Return the cluster of a request, which must already have the topology of the run that it resumes."""
     strategy = strategies.requested(request.strategy or strategies.AUTO)
     if request.stages is not None:
         request, pipelines = _lay_out_stages(request, request.stages, strategy)
@@ -258,7 +258,7 @@ def build_cluster(request: Request) -> ClusterSpec:
 def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy | None) -> tuple[Request, int]:
     """Return the request with workers and devices for its stages, and the number of pipelines.
 
-    Each stage is a device of the only task, or a task in each pipeline.
+    Each stage is a device of the only task or, with several tasks, one task of each pipeline.
     """
     spec.parse_count("stages", stages, 1, spec.MAX_TASKS)
     if strategy is None or not strategy.staged:
@@ -282,7 +282,7 @@ def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy
 
 
 def check_hardware(strategy: str) -> None:
-    """Check that the hardware of a strategy is here, or that a variable such as TPU_NAME says where it is."""
+    """Check that this machine has the hardware of a strategy, or a variable such as TPU_NAME that locates it."""
     requested = strategies.requested(strategy or strategies.AUTO)
     if requested is None or not requested.hardware:
         return
@@ -297,8 +297,7 @@ def check_hardware(strategy: str) -> None:
 def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> dict[str, Any]:
     """Return the part of `started.json` about lost workers; empty for a run that needs every task.
 
-    `typed` is the request without what it inherits from the run that it resumes. Raises UsageError if such a cluster
-    cannot lose a worker.
+    `typed` is the request as typed, without inherited options. Raises UsageError if the cluster cannot lose a worker.
     """
     least, workers = request.min_workers, len(cluster.of(Role.WORKER))
     if not cluster.kind.collective or cluster.kind.staged:
@@ -321,7 +320,7 @@ def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> di
 
 
 def check_elastic_batch(elastic: Mapping[str, Any], cluster: ClusterSpec, config: Mapping[str, Any]) -> None:
-    """Check that any number of replicas that a run may come to have can share its global batch."""
+    """Check that every number of replicas that an elastic run may have can share its global batch."""
     if not elastic or config.get("bitwise_elastic"):  # virtual shards need not be shared evenly
         return
     batch, parts = config["global_batch"], cluster.devices * config.get("micro_batches", 1)

@@ -1,6 +1,6 @@
-"""A run that is resumed or repeated: what its request inherits, and what it may not change.
+"""Resuming or repeating a run: the options that its request inherits, and those that it must not change.
 
-Its checkpoint fits one model, and its step one order of the data.
+A checkpoint fits only one model, and its step only one order of the data.
 """
 
 from collections.abc import Mapping
@@ -21,24 +21,24 @@ from cluster.system.json_files import read_json_lines
 
 _OTHER_EXAMPLES, _OTHER_VARIABLES = "it would skip or repeat data", "its checkpoint would not fit"
 SWITCHES = ("optimizer.ema", "optimizer.momentum", "callbacks")
-"""What decides which variables a checkpoint has, by being there or not."""
+"""The options whose presence, not value, decides which variables a checkpoint has."""
 FIXED = {
     **dict.fromkeys(("dataset", "source", "seed", "global_batch"), _OTHER_EXAMPLES),
     **dict.fromkeys(("model", "freeze", "optimizer.name", *SWITCHES), _OTHER_VARIABLES),
     "init_from": "has begun with other weights",
 }
-"""What a run that has saved cannot change, and why."""
+"""The options that a run with a checkpoint cannot change, and the reason."""
 TOLERANCE = 1e-3
-"""Of an epoch: rows in `metrics/` are rounded."""
+"""Tolerance in epochs, since rows in `metrics/` are rounded."""
 
 
 def resume(request: Request) -> tuple[RunFolder, Started, Request]:
-    """Return the run that a request resumes or repeats, how it was started, and the request with what it inherits.
+    """Return the run that a request resumes or repeats, how it was started, and the request with inherited options.
 
-    Options that the request gives are kept.
+    Options that the request sets are kept.
 
     Raises:
-        UsageError: there is no such run, this user did not start it, or the options do not go together.
+        UsageError: there is no such run, this user did not start it, or the options conflict.
     """
     check_together(request, scripted=None)
     run = find_run(request.resume or request.again)
@@ -55,7 +55,7 @@ def resume(request: Request) -> tuple[RunFolder, Started, Request]:
         recorded |= {"min_workers": started.min_workers, "grow": started.grow}
         recorded |= {"metrics_port": started.metrics_port, "mirror": started.mirror}
     if started.runtime in registry.RUNTIMES and registry.RUNTIMES[started.runtime].is_remote:
-        recorded |= {"runtime": started.runtime}  # it is queued there again
+        recorded |= {"runtime": started.runtime}  # queue the run there again
     if run.board_port == 0:
         recorded |= {"tensorboard_port": "0"}
     if script:
@@ -77,7 +77,7 @@ def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
-    """Return a request with the topology of the run that it resumes, as far as it requests no other."""
+    """Return a request with the topology of the previous run, except for the parts that it sets itself."""
     requested = strategies.requested(request.strategy or strategies.AUTO)
     evaluator = request.evaluator or bool(previous.of(Role.EVALUATOR))
     if request.stages is not None:
@@ -97,7 +97,7 @@ def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
         devices = 1 if requested and requested.single_device else previous.devices
     strategy, stages = request.strategy or strategies.AUTO, None
     if not request.strategy and previous.kind.one_process == (workers == 0) and request.ps is None:
-        # What the topology chose once it chooses again: the number of devices alone decides OneDevice or Mirrored.
+        # Keep `auto` if the previous strategy was chosen by it: the number of devices may choose another one now.
         counts = (len(previous.of(Role.WORKER)), len(previous.of(Role.PS)), previous.devices)
         chosen = strategies.resolve(strategies.AUTO, *counts) == previous.kind
         strategy = strategies.AUTO if chosen else previous.strategy
@@ -118,7 +118,7 @@ def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluste
     """Check that a run can be resumed with a preset, a configuration and a cluster; return notes for the user.
 
     Raises:
-        UsageError: it would skip or repeat data, could not read its checkpoint, or has trained longer than requested.
+        UsageError: it would skip or repeat data, could not restore its checkpoint, or has trained more than requested.
     """
     before = run.load_config()
     if preset and preset != before.get("preset", preset):
@@ -142,7 +142,7 @@ def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluste
 
 
 def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: ClusterSpec) -> list[str]:
-    """Return a note where the datasets of a function would have other shards than before."""
+    """Return a note if the number of shards of a user function's datasets has changed."""
     if config.get("source") != "function":
         return []
     previous, requested = (
@@ -170,7 +170,7 @@ def _check_keras(run: RunFolder, before: Mapping[str, Any], config: Mapping[str,
 
 
 def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], done: int) -> list[str]:
-    """Return a note where nothing is left to do."""
+    """Return a note if nothing is left to train; raise UsageError if less was requested than is done."""
     most = config.get("max_steps")
     if most is not None and most < done:
         raise UsageError(f"--max-steps {most}: run {run.name!r} has done {done} steps already; request more")

@@ -1,4 +1,4 @@
-"""Starting what was planned: data, images, the run folder, and then every task."""
+"""Starts a plan: prepares the data, the images and the run folder, and then starts every task."""
 
 import contextlib
 import os
@@ -29,9 +29,9 @@ from cluster.system.terminal import print_lines
 
 
 def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
-    """Start every task of a plan; return the plan that was started. `began` is when `up` was called.
+    """Start every task of a plan; return the plan that was started. `began` is the time of the call of `up`.
 
-    Where no name was requested and another command has taken this one, that is another plan, under the next name.
+    If another command has taken the run's name and none was requested, the run is planned again under the next name.
     """
     while True:
         try:
@@ -46,7 +46,7 @@ def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
 
 
 def start(plan: Plan, sh: Shell, *, began: float) -> None:
-    """Start every task of a plan: data, image, run folder, tasks. `began` is when `up` was called.
+    """Start every task of a plan, after preparing its data, image and run folder. `began` is the time of `up`.
 
     Raises:
         UsageError: another command has taken the run. Nothing was started.
@@ -56,7 +56,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         mirroring.check_mirror(plan.mirror, plan.run.name, plan.mirror_id)
     with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
-        if owner.read_owner(plan.run):  # the run has ended, but a process may remain or hold its port
+        if owner.read_owner(plan.run):  # the run has ended, but a process may remain and hold a port
             teardown.remove_run(plan.run, sh)
         metrics_server.check_port(plan.options.count("metrics_port"))
         likely = {"onednn": plan.fast_kernels[0]} if plan.chooses_kernels else {}
@@ -74,7 +74,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
 
 
 def _decide_kernels(plan: Plan, unverified: dict[str, list[str]]) -> None:
-    """Record in the configuration whether the run computes with oneDNN's kernels, and with which instructions."""
+    """Set `onednn` in the configuration: whether the run uses oneDNN's kernels, and their instruction set."""
     plan.config["onednn"], notes = plan.choose_kernels(unverified)
     if plan.config["onednn"] != plan.fast_kernels[0]:
         plan.runtime.anticipate(plan, plan.compose, plan.config)
@@ -82,23 +82,23 @@ def _decide_kernels(plan: Plan, unverified: dict[str, list[str]]) -> None:
 
 
 def continue_run(plan: Plan, sh: Shell) -> None:
-    """Start every task of a plan whose run is claimed and was stopped for it, with no tasks left.
+    """Start every task of a plan whose run was stopped for it. The caller holds the claim, and no task is left.
 
-    Its configuration stays, and so does the time of its start: it is the same run.
+    The run keeps its configuration and start time.
     """
     if not plan.request.trust:
-        # Check again: tasks ran until now, and the note must match what was checked.
+        # Check again, since tasks ran until now and could change the records that the new note will cover.
         provenance.check_trusted(plan.run)
     provenance.note_rewriting(plan.run)
     if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
-        plan.run.request_stop(stop.by)  # somebody else's, which came too late for the tasks that ended
+        plan.run.request_stop(stop.by)  # another command's request, too late for the tasks that have ended
     _start_tasks(plan, sh, continues=True)
 
 
 def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
-    """Start the tasks; where that fails or is interrupted, end those that were started.
+    """Start the tasks; on failure or interruption, end those that were started.
 
-    The end of a run that `continues` is recorded by the command that continues it.
+    For a run that `continues`, the calling command records the end.
     """
     try:
         plan.runtime.start(plan, sh)
@@ -109,7 +109,7 @@ def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 teardown.record_end(plan.run, state, " ".join(str(error).split()))
             left = teardown.try_remove(plan.run, sh)
-        if left:  # what went wrong first is what the error says
+        if left:  # printed, as the error raised is the first one
             print(left, file=sys.stderr)
         raise
 
@@ -117,13 +117,13 @@ def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
 def print_plan(plan: Plan) -> None:
     """Print the runtime, the notes and the data of a plan."""
     tasks = counted(len(plan.cluster.tasks), "task")
-    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints
+    data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints this
     first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"
     print_lines(first, *plan.notes, *data)
 
 
 def list_commands(plan: Plan) -> list[str]:
-    """Return the commands that `start` runs, to be shown or pasted. The run folder must exist for the last ones."""
+    """Return the commands that `start` runs, to show or paste. The last ones need the run folder."""
     found = _data_commands(plan) + plan.runtime.commands(plan)
     if plan.tensorboard_port != 0:
         found += tensorboard.start_commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
@@ -131,9 +131,9 @@ def list_commands(plan: Plan) -> list[str]:
 
 
 def check_machine(plan: Plan, ending: int = 0) -> None:
-    """Check what this machine must have before a plan is started, and after `ending` tasks have ended.
+    """Check the prerequisites of a plan on this machine, given that `ending` tasks will end before.
 
-    That is memory, disk space, a folder for the notes on runs, and what hands GPUs to the tasks.
+    These are memory, disk space, a folder for the notes on runs, and the engine's support for GPUs.
     """
     plan.runtime.preflight(plan, ending)
     provenance.create_folder()
@@ -150,7 +150,7 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
 
 
 def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) -> str:
-    """Return a command of `python -m train.data` about a dataset, whose own modules are in the folders of `path`.
+    """Return a command of `python -m train.data` for a dataset, whose modules are in the folders of `path`.
 
     It runs in a separate process because it may import TensorFlow.
     """
@@ -159,12 +159,12 @@ def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) ->
 
 
 def with_modules(path: Sequence[str], command: str) -> str:
-    """Return a shell command that finds modules in these folders."""
+    """Return a shell command with PYTHONPATH set to these folders, if any."""
     return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + command
 
 
 def _data_commands(plan: Plan) -> list[str]:
-    """Return the command that gets the data: once, here, never from several tasks at once. A script gets its own."""
+    """Return the command that prepares the data, once for all tasks; none for a script, which gets its own data."""
     if plan.payload.script:
         return []
     verb, *words = data_words(plan.config)
@@ -172,7 +172,7 @@ def _data_commands(plan: Plan) -> list[str]:
 
 
 def _prepare_data(plan: Plan, sh: Shell) -> None:
-    """Get the data by the command that `_data_commands` returns; a user's function is called from here."""
+    """Prepare the data by the command of `_data_commands`; a user's function is called through `user_code.run`."""
     name, (verb, *words) = plan.config["dataset"], data_words(plan.config)
     if ":" not in name or verb == "shard":
         sh(*_data_commands(plan))
@@ -185,11 +185,11 @@ def _prepare_data(plan: Plan, sh: Shell) -> None:
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
-    """Start TensorBoard over all runs, unless it runs, where tasks of the requested runtime run; return its port.
+    """Start TensorBoard for all runs, unless it runs, in the way of the requested runtime; return its port.
 
     Raises:
         PrerequisiteError: another program listens on the port, or no engine answers.
-        TimedOut: it does not answer.
+        TimedOut: TensorBoard does not answer.
     """
     runtime, _ = registry.choose_runtime(requested)
     if runtime.board == tensorboard.CONTAINER and tensorboard.running_port(runs_dir()) is None:
@@ -206,7 +206,7 @@ def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None) -> No
     try:
         _write_records(plan, began, stages)
     except BaseException:
-        if not plan.resumes:  # nothing was started of it, and its name is free again
+        if not plan.resumes:  # nothing was started: free the name again
             with contextlib.suppress(OSError):
                 plan.run.delete()
         raise
@@ -224,7 +224,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         with files.open_file(plan.run.path / packages.RESOLVED, "wb") as file:
             file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
     if plan.payload.script:
-        data_dir().mkdir(parents=True, exist_ok=True)  # the tasks see it, and nothing was prepared
+        data_dir().mkdir(parents=True, exist_ok=True)  # mounted by the tasks, though nothing was prepared
     user_files.copy_weights(plan.init, plan.run.init)
     json_files.write_json(plan.run.config, plan.config)
     if stages:
@@ -256,7 +256,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
 
 
 def _make_folder(plan: Plan) -> None:
-    """Make the run's folder, which a process without the claim may have made as well."""
+    """Create the run's folder; raise Taken if a process without the claim has created it."""
     try:
         plan.run.path.mkdir()
         plan.run.unfinished.touch()
@@ -269,10 +269,10 @@ def _make_folder(plan: Plan) -> None:
 
 
 def _start_generation(plan: Plan) -> StopRequest | None:
-    """Lay out the plan's cluster, and clear what an earlier one left; return the request to stop that it left.
+    """Write the plan's cluster, begin a generation, and clear the previous one's records; return its stop request.
 
-    In this order: a command that watches a run waits for a generation that has just begun, and until then for the
-    request to stop for another size.
+    The order matters: a command that watches the run waits while there is a request to stop for another size, and then
+    for a generation that has just begun.
     """
     json_files.write_json(plan.run.cluster, plan.cluster.to_json())
     json_files.write_json(plan.run.compose, plan.compose)

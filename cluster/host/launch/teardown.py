@@ -1,4 +1,4 @@
-"""Ending what a run started, and finding what is left of runs."""
+"""Ends runs: removes their processes, containers and networks, and finds leftovers."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
@@ -17,11 +17,11 @@ from cluster.system.messages import COMMAND
 
 
 def in_progress(run: RunFolder) -> bool:
-    """Whether the run still trains, or should: also before its first heartbeat."""
+    """Whether the run is still training or starting, even before its first heartbeat."""
     if not run.cluster.exists() or run.load_summary():
         return False
     if owner.read_owner(run) is not None and registry.find_runtime(run).alive(run):
-        return True  # whether or not its tasks write heartbeats
+        return True  # even if its tasks write no heartbeats
     return final_state(run) is None and not is_silent(run)
 
 
@@ -29,24 +29,24 @@ def remove_run(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[R
     """End and remove every process, container and network of a run. Its folder stays.
 
     Only for the holder of the run's claim: otherwise another command may have resumed the run. Containers get `grace_s`
-    to end by themselves; `also` are runtimes that have something of the run, whatever its records say.
+    to end by themselves. `also` are runtimes that are known to have leftovers of the run, whatever its records say.
 
     Raises:
-        PrerequisiteError: what runs its tasks does not answer.
+        PrerequisiteError: the engine or scheduler of its tasks does not answer.
         TimedOut: a process does not end.
     """
-    _record_outcome(run, "stopped")  # first: should this be interrupted, the run does not seem to continue
+    _record_outcome(run, "stopped")  # first, so that the run does not seem to continue if this is interrupted
     for runtime in dict.fromkeys([*also, registry.find_runtime(run)]):
         runtime.remove(run, sh, grace_s)
-    if owned := owner.read_owner(run):  # what serves its metrics is here, whatever runs its tasks
+    if owned := owner.read_owner(run):  # any runtime's run has its metrics server on this machine
         processes.kill_all(owned.processes, f"run {run.name}")
     owner.remove_owner(run)
 
 
 def remove_ended(run: RunFolder, sh: Shell) -> str:
-    """Remove what is left of a run that has ended; return in words what could not be removed, empty if nothing.
+    """Remove the leftovers of a run that has ended; return an error message if some remain, otherwise an empty string.
 
-    What became of the run is not to be lost over that. A run that another command has resumed is left alone.
+    Errors must not keep the run's result from being reported. A run that another command has resumed is left alone.
     """
     try:
         with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
@@ -58,7 +58,7 @@ def remove_ended(run: RunFolder, sh: Shell) -> str:
 
 
 def try_remove(run: RunFolder, sh: Shell) -> str:
-    """Remove as `remove_run` does; return in words what could not be removed, empty if nothing."""
+    """Call `remove_run`; return its error as a message, or an empty string."""
     try:
         remove_run(run, sh)
     except (Exception, KeyboardInterrupt) as error:
@@ -72,9 +72,9 @@ def _left(run: RunFolder, error: BaseException) -> str:
 
 
 def record_end(run: RunFolder, state: str = "stopped", error: str = "") -> None:
-    """Write the summary of a run that was ended before its tasks could, for commands that watch it."""
+    """Write the summary of a run that was ended before its tasks could write it, for commands that watch it."""
     _record_outcome(run, state, error)
-    with contextlib.suppress(Exception):  # a damaged folder must not keep anybody from ending the run
+    with contextlib.suppress(Exception):  # a damaged folder must not prevent ending the run
         if run.cluster.exists() and not run.summary.exists():
             summary.write_summary(run, settle_s=0)
 
@@ -87,21 +87,21 @@ def _record_outcome(run: RunFolder, state: str, error: str = "") -> None:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What is left of the runs of a folder, found in one look at each runtime."""
+    """The leftovers of the runs in a folder, from one query of each runtime."""
 
     found: Mapping[str, list[Runtime]]
-    """The runs that can be ended, by name, and what has something of each."""
+    """The runs that can be ended, by name, with the runtimes that have leftovers of each."""
     unreachable: Mapping[str, str]
-    """The runs whose runtime does not answer, by name, and in words what they are in and why."""
+    """The runs whose runtime does not answer, by name, with a description of the runtime and the error."""
 
     def check(self, name: str | None) -> None:
-        """Check that the run of a name, or without one every run, is within reach."""
+        """Check that the named run, by default every run, has a reachable runtime; raise PrerequisiteError if not."""
         if names := [run_name for run_name in self.unreachable if name in (None, "", run_name)]:
             raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `{COMMAND} down` again")
 
 
 def find_leftovers(runs_dir: Path) -> Leftovers:
-    """Return the runs of a folder of which a process, a container or a network is left."""
+    """Return the runs of a folder that have left a process, container or network."""
     recorded = owner.recorded_runs(runs_dir)
     names = {run.name for run in recorded} | {path.parent.name for path in runs_dir.glob("*/compose.json")}
     found: dict[str, list[Runtime]] = {}

@@ -1,7 +1,7 @@
-"""The user's files of a run: the script that every task runs, and the weights that training begins with.
+"""The user's files of a run: the script that every task runs, and the initial weights.
 
-Weights are found before anything starts and copied to the run's folder: every task has them wherever it runs, and so
-does a repetition of the run when their origin is gone.
+Weights are located before anything starts and copied to the run folder. So every task can read them wherever it runs,
+and so can a repetition of the run after the original files are gone.
 """
 
 import os
@@ -20,13 +20,13 @@ from cluster.system.errors import RunFailed, UsageError
 from cluster.system.files import make_folder
 
 WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
-"""Of a file with weights; `train/model/initial_weights.py` reads them."""
+"""The suffixes of weight files that `train/model/initial_weights.py` can read."""
 
 
 def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ...]:
-    """Return the files with the weights of a run's newest intact checkpoint, or of a file; none without a name.
+    """Return the weight files of a run's newest intact checkpoint, or those of a file; none without a name.
 
-    Those of a run that repeats a `previous` one are in the folder of that. Raises UsageError if there are no weights.
+    For a repetition of `previous`, return the copies in its folder. Raises UsageError if there are no weights.
     """
     if not name:
         return ()
@@ -46,7 +46,7 @@ def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ..
 
 
 def copy_weights(found: Sequence[Path], folder: Path) -> None:
-    """Copy the files to a run's folder; raise RunFailed if one has changed since it was found."""
+    """Copy the files to a run's folder; raise RunFailed if one has been deleted since it was found."""
     if found:
         folder.mkdir()
     for path in found:
@@ -57,7 +57,7 @@ def copy_weights(found: Sequence[Path], folder: Path) -> None:
 
 
 def hash_weights(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file with the weights that a run began with."""
+    """Return the sha256 of each file of a run's initial weights."""
     return {path.name: files.sha256(path) for path in _inside(folder)}
 
 
@@ -66,13 +66,13 @@ def _inside(folder: Path) -> tuple[Path, ...]:
 
 
 def check_path(option: str, name: str) -> None:
-    """Check that a path can be one."""
+    """Check that a path has no control characters; raise UsageError otherwise."""
     if not name.isprintable():
         raise UsageError(f"--{option} {name!r}: a path without control characters is expected; rename that file")
 
 
 def check_script(name: str, runs_dir: Path) -> Path:
-    """Return the script's path; raise UsageError if it cannot be read, or tasks must not see all of its folder."""
+    """Return the script's path; raise UsageError if it is unreadable, or its folder must not be shared with tasks."""
     check_path("script", name)
     script = settings.expanded("script", name).resolve()
     if not script.is_file() or not os.access(script, os.R_OK):
@@ -93,20 +93,20 @@ def check_script(name: str, runs_dir: Path) -> Path:
 
 
 def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, seen_at: Path | None = None) -> None:
-    """Make each task a folder to run the script in: `work/TASK`, with a link to each entry of the script's folder.
+    """Create each task's working folder, `work/TASK`, with a link to each entry of the script's folder.
 
-    So the script finds its files next to itself, and what it writes lands in the run's folder. What is there
-    already stays. Tasks see the script's folder at `seen_at`; None: where it lies.
+    So the script finds its files next to itself, and its output is written to the run folder. Existing files stay.
+    `seen_at` is the path at which tasks see the script's folder; None for its own path.
     """
     if payload.script is None:
         return
     folder = payload.script.parent
     for task in spec.tasks:
         work = run.work(task.name)
-        make_folder(work)  # not through a link that an earlier run of the script left
+        make_folder(work)  # does not follow a link that an earlier attempt of the script may have left
         for entry in folder.iterdir():
             if run.path.resolve().is_relative_to(os.path.realpath(entry)):
-                continue  # it holds the run: a walk through the link would not end
+                continue  # it contains the run: walking through the link would not terminate
             link = work / entry.name
             if link.is_symlink():
                 link.unlink()

@@ -1,1 +1,1 @@
-"""The options of `up` and `plan`, and the run files that hold them."""
+"""The options of `up` and `plan`, and the run files that contain them."""

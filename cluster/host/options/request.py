@@ -1,6 +1,7 @@
 """The options of `up` and `plan`: each is declared once, as a field of `Request`; `request.toml` has its help.
 
-invoke's signature, `--help`, run files (`run_file.py`) and docs/reference/options.md follow from these declarations.
+The signatures for invoke, `--help`, run files (`run_file.py`) and docs/reference/options.md are derived from these
+declarations.
 """
 
 import dataclasses
@@ -23,13 +24,13 @@ from cluster.system.messages import COMMAND, either
 from cluster.system.paths import ROOT
 
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
-"""TOML's names of the types that an option may have."""
+"""The names of option types in TOML."""
 _TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (bool,), Sequence[str]: (list,)}
-"""Those of an option, by the annotation of its field."""
+"""The types of an option, by the annotation of its field."""
 
 
 class Group(StrEnum):
-    """The headings under which the help and the documentation list the options, in this order."""
+    """The headings of the options in the help and the documentation, in this order."""
 
     TRAINS = "What trains"
     RUNS = "Where it runs"
@@ -39,7 +40,7 @@ class Group(StrEnum):
 
 
 class Needs(Enum):
-    """What an option requires, and why."""
+    """A condition of an option, with its wording in errors."""
 
     TRAINER = "only for the built-in trainer, not with a script"
     SCRIPT = "only with --script, whose TF_CONFIG it changes"
@@ -56,11 +57,11 @@ class Option:
 
     Attributes:
         default: the default in words.
-        types: the types that a run file may give it, by default that of its field; with several, that is a string.
-        choices: the only valid values; empty: any that pass the checks of the module that uses them.
-        bounds: the smallest and the largest number, of an option that is a number or has one as its default.
+        types: its types in a run file, by default that of its field; with several types the field is a string.
+        choices: the only valid values; empty if the module that uses the option checks them.
+        bounds: the smallest and the largest value of a number.
         override: the field of the training configuration that it sets; empty for none.
-        is_path: whether it names a file, which a run file names relative to itself.
+        is_path: whether it is a path, which is relative to the run file in a run file.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Option:
         return f"{self.help} (default: {self.default})"
 
     def parse(self, word: Any) -> Any:
-        """Return the value of a word; raise UsageError for a number that is out of its bounds, or anything else."""
+        """Return the value of a word; for a number, raise UsageError if it is invalid or out of bounds."""
         return parse_count(self.key, word, *self.bounds) if self.types == (int,) else word
 
     def is_given(self, value: Any) -> bool:
@@ -97,7 +98,7 @@ class Option:
 
 
 def option(empty: Any = "", **more: Any) -> Any:
-    """Declare an option with its value where it is left out, of which `Option` says more by these arguments."""
+    """Declare an option with the value that it has if left out, and further arguments of `Option`."""
     return dataclasses.field(default=empty, metadata=more)
 
 
@@ -110,7 +111,7 @@ MAX_PER_JOB = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What trains."""
+    """The options under `Group.TRAINS`."""
 
     workers: int | None = option(None, bounds=(0, MAX_TASKS))
     ps: int | None = option(None, bounds=(0, MAX_TASKS))
@@ -136,7 +137,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
-    """Where it runs."""
+    """The options under `Group.RUNS`."""
 
     runtime: str = ""
     network: str = ""
@@ -154,7 +155,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryOptions:
-    """How it is kept alive."""
+    """The options under `Group.KEPT`."""
 
     checkpoint_every: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="checkpoint-every")
     check_replicas: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="check-replicas")
@@ -173,7 +174,7 @@ class RecoveryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MonitoringOptions:
-    """How it is watched."""
+    """The options under `Group.WATCHED`."""
 
     tensorboard_port: str = option(types=WORD_OR_NUMBER, bounds=(0, 65535))
     metrics_port: int | None = option(None, bounds=(0, 65535))
@@ -184,7 +185,7 @@ class MonitoringOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOptions):
-    """The request of a command; None, empty and False are the options that were left out."""
+    """The request of a command. Options that were left out are None, empty or False."""
 
     again: str = ""
     """The run to repeat in a separate folder."""
@@ -195,13 +196,13 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
     args: Sequence[str] = ()
     """The script's arguments in a run file."""
     code_dir: str = ""
-    """The folder of the run file, where the user's modules are found besides the current folder."""
+    """The folder of the run file, which is searched for the user's modules in addition to the current folder."""
 
     def is_given(self, name: str) -> bool:
         return OPTIONS[name].is_given(getattr(self, name))
 
     def training(self) -> list[str]:
-        """Return the overrides of the training configuration, those that are options of `up` first."""
+        """Return the overrides of the training configuration, beginning with those set by options of `up`."""
         words = []
         for option in OPTIONS.values():
             if option.override and self.is_given(option.name):
@@ -217,16 +218,16 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
 
     @property
     def board_port(self) -> int | None:
-        """The port of TensorBoard; None: any, 0: no TensorBoard."""
+        """The port of TensorBoard; None for any, 0 for no TensorBoard."""
         return None if self.tensorboard_port in ("", tensorboard.AUTO) else self.count("tensorboard_port")
 
     @property
     def arguments(self) -> Sequence[str]:
-        """The script's arguments: those of the command line, or else of the run file."""
+        """The script's arguments, from the command line or else from the run file."""
         return self.overrides or self.args
 
     def run_name(self) -> str:
-        """Return the name of a run that was given none."""
+        """Return the default name of the run."""
         project = Path(self.code_dir).name  # empty without a run file
         origin = self.again or (Path(self.script).stem if self.script else self.preset or project or PRESET)
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", origin).strip("-._")[:40] or "run"
@@ -265,9 +266,9 @@ OPTIONS: dict[str, Option] = {
 
 
 def check_together(request: Request, *, scripted: bool | None) -> None:
-    """Check the values of a request's options, and that they go together.
+    """Check the values of a request's options, and that they are compatible; raise UsageError if not.
 
-    `scripted` says whether the tasks run a script; None: as in the earlier run that the request names.
+    `scripted`: whether the tasks run a script; None if this depends on the earlier run that the request names.
     """
     for option in OPTIONS.values():
         value = getattr(request, option.name)
@@ -285,7 +286,7 @@ def check_together(request: Request, *, scripted: bool | None) -> None:
 
 
 def check_needs(request: Request, met: Mapping[Needs, bool]) -> None:
-    """Check that no option was given whose needs are known not to be met; the error names all with the same needs."""
+    """Raise UsageError if the request has options whose condition is known to be unmet; the error lists them."""
     given = {f"--{option.key}": option.needs for option in OPTIONS.values() if request.is_given(option.name)}
     given |= {"[train]": Needs.TRAINER} if request.train else {}
     given |= {"args": Needs.SCRIPT} if request.args else {}

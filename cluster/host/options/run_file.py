@@ -39,15 +39,15 @@ class RunFile:
 
     path: Path
     options: Mapping[str, Any]
-    """Values of `Request`'s fields."""
+    """The values of fields of `Request`."""
     train: tuple[str, ...]
     """The overrides of the training configuration, as words of a command line."""
     args: tuple[str, ...]
 
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
-        """Return the request of this file and of a command line, whose options win; variables are added.
+        """Return the request of this file and a command line, whose options take precedence; variables are merged.
 
-        The words are those after `--`.
+        `words` are those after `--`.
         """
         added = {name: (*self.options.get(name, ()), *given.get(name, ())) for name in ("env", "secret")}
         return Request(
@@ -60,7 +60,7 @@ class RunFile:
 
 
 def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
-    """Return the contents of a run file, but for options that a task does not take; raise UsageError if it is wrong."""
+    """Read a run file, without options that a task does not take; raise UsageError if the file is invalid."""
     path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  # leaves a home folder that is not known
     try:
         text = path.read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
 
 
 def read_user_file() -> Mapping[str, Any]:
-    """Return the options in the user's configuration, those of `USERS` at most; raise UsageError if it is wrong."""
+    """Read the options in the user's configuration, which may only be `USERS`; raise UsageError if it is invalid."""
     folder = os.environ.get("XDG_CONFIG_HOME") or (settings.home() or ROOT) / ".config"
     path = Path(folder, "tf-cluster", "config.toml")
     if not path.exists():
@@ -100,7 +100,7 @@ def read_user_file() -> Mapping[str, Any]:
 
 
 def write_run_file(name: str, request: Request, config: Mapping[str, Any]) -> Path:
-    """Write a run file that, read again, plans the same run as this request and configuration; return its path.
+    """Write a run file that reproduces the plan of this request and configuration; return its path.
 
     Raises:
         UsageError: the file exists, or cannot be written.
@@ -118,9 +118,9 @@ def write_run_file(name: str, request: Request, config: Mapping[str, Any]) -> Pa
 
 
 def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -> str:
-    """Return a request as TOML: the options that were given, under the headings of their groups.
+    """Return a request as TOML: the options that are set, under the headings of their groups.
 
-    The configuration of the plan has the types of the training overrides; paths are relative to the folder.
+    `config`, the plan's configuration, determines the types of training overrides; paths are relative to `folder`.
     """
     options = {name: getattr(request, name) for name in OPTIONS if request.is_given(name)}
     train: dict[str, Any] = {}
@@ -208,7 +208,7 @@ def flatten(value: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, A
 
 
 def dashed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with its keys written as options are: `global_batch` will do for `global-batch`."""
+    """Return a table with dashes in its keys, so that `global_batch` is accepted for `global-batch`."""
     return {key.replace("_", "-"): dashed(value) if isinstance(value, dict) else value for key, value in table.items()}
 
 
@@ -224,7 +224,7 @@ def _toml(option: Option, value: Any, folder: Path) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return a value of a configuration as TOML, which has no null."""
+    """Return a configuration's value as TOML, which has no null."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""Reports about runs: a table of them, their differences, a page about one. Reads run folders and changes none."""
+"""Reports about runs: the table of all runs, their differences, a page about one run. Never changes run folders."""

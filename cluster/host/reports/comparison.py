@@ -29,12 +29,12 @@ def collect_inputs(run: RunFolder) -> dict[str, Any]:
 
 
 def without_secrets(records: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of records by their dotted keys, without those whose names mark them as secret."""
+    """Return the values of records by dotted keys, without values whose names mark them as secret."""
     return {name: value for name, value in flatten(records) if not _SECRET.search(name)}
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return the differences between runs, as `invoke compare --json` shows them."""
+    """Return the differences between runs, the output of `invoke compare --json`."""
     parts = [collect_inputs(run) for run in runs]
     names = dict.fromkeys(name for part in parts for name in part)
     differing = {name: [part.get(name) for part in parts] for name in names}
@@ -57,7 +57,7 @@ def _same_weights(one: RunFolder, other: RunFolder) -> dict[str, Any]:
 
 @plain_lines
 def comparison_lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
-    """Return a comparison as lines of text: the differences first, then the results."""
+    """Format a comparison as lines of text: the differences first, then the results."""
     shown = [(name, *map(_cell, values)) for name, values in value["differences"].items()]
     result = [(name, *map(_cell, values)) for name, values in value["results"].items()]
     losses = [[*run.losses().values()] for run in runs]
@@ -71,7 +71,7 @@ def comparison_lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[s
 
 
 def _stacked(runs: Sequence[str], name: str, *cells: str) -> list[str]:
-    """Return a value's name, and below it each run's, for a terminal into which they do not fit side by side."""
+    """Format a value's name, and below it the value of each run, for a terminal that is too narrow for columns."""
     return [name, *columns([("", *pair) for pair in zip(runs, cells, strict=True) if pair[1]])]
 
 

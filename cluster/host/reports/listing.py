@@ -16,7 +16,7 @@ from cluster.system.messages import COMMAND, plain, size
 
 
 def duration(wall_s: float | None) -> str:
-    """Return a time as `1 h 02 min`, `3 min 20 s` or `4.1 s`."""
+    """Format a duration as `1 h 02 min`, `3 min 20 s` or `4.1 s`."""
     if wall_s is None:
         return "-"
     minutes, seconds = divmod(round(wall_s), 60)
@@ -40,14 +40,14 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "TAGS": ("tags", lambda tags: cell(" ".join(tags))),
     "NOTE": ("note", cell),
 }
-"""For each column the key of a run's row, and the function that returns the cell."""
+"""For each column, the key in a run's row and the function that formats the cell."""
 NUMBERS = frozenset({"STEPS", "DURATION", "SCORE", "TASKS", "RESTARTS", "DISK"})
 SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC", "DISK", "NOTE", "TAGS", "DURATION", "SCORE")
-"""The columns that a narrow terminal does without, in this order."""
+"""The columns that are dropped in a narrow terminal, in this order."""
 
 
 def list_runs(runs_dir: Path) -> list[dict[str, Any]]:
-    """Return each run as `invoke runs --json` shows it, the newest first."""
+    """Return the row of each run for `invoke runs --json`, newest first."""
     found = [RunFolder(path.parent) for path in runs_dir.glob("*/cluster.json")]
     return sorted(
         (describe_run(run) for run in found if not run.incomplete),
@@ -60,11 +60,11 @@ KEYS = (
     *("run", "started", "result", "steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts"),
     "disk_bytes",
 )
-"""The keys of a run's row by which runs can be sorted and chosen."""
+"""The keys of a run's row by which runs can be sorted and filtered."""
 
 
 def choose_runs(found: list[dict[str, Any]], sort: str, reverse: bool, filters: Sequence[str], limit: int) -> list[Any]:
-    """Return the rows that pass all filters, sorted by a key, those without a value last; a limit of 0 is none."""
+    """Return the rows that pass all filters, sorted by a key, missing values last; 0 is no limit."""
     if sort and sort not in KEYS:
         raise UsageError(f"--sort {sort!r}: expected {', '.join(KEYS)}{nearest(sort, KEYS)}")
     for each in filters:
@@ -79,7 +79,7 @@ def choose_runs(found: list[dict[str, Any]], sort: str, reverse: bool, filters: 
 
 
 def describe_run(run: RunFolder) -> dict[str, Any]:
-    """Return a run's row; of damaged records only that they are damaged."""
+    """Return a run's row; for damaged records, only that they are damaged."""
     started = run.started
     value: dict[str, Any] = {"run": run.name, "started": started.time, "disk_bytes": disk_bytes(run.path)}
     value |= {"tags": list(started.tags), "note": started.note}
@@ -103,7 +103,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
 
 
 def _state(run: RunFolder) -> str:
-    """Return the state of a run without a summary, at a glance: `status` looks longer."""
+    """Return the state of a run without a summary, from one reading: `status` checks more reliably."""
     if state := final_state(run):
         return state
     beats = run.heartbeats()
@@ -113,7 +113,7 @@ def _state(run: RunFolder) -> str:
 
 
 def commit(run: RunFolder) -> str | None:
-    """Return the first digits of the commit that a run was made from, with `+` where files differed from it."""
+    """Return the abbreviated commit of a run's code, with `+` if files had changed since."""
     try:
         code = dictionary(Record)(run.load_manifest({}).get("code", {}))
     except ValueError:
@@ -123,7 +123,7 @@ def commit(run: RunFolder) -> str | None:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return how much of the disk a folder takes. Links are not followed."""
+    """Return the disk space of a folder in bytes. Links are not followed."""
     total = 0
     for at, _, names in os.walk(folder):
         for name in names:
@@ -133,7 +133,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def table_lines(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
-    """Return the rows as lines of text, without the columns that do not fit into the terminal or `width`."""
+    """Format the rows as a table, without columns that do not fit into `width`, by default the terminal."""
     if not found:
         return [f"no runs yet; start one with `{COMMAND} up`"]
     cells = {name: [text(row[key]) for row in found] for name, (key, text) in COLUMNS.items()}

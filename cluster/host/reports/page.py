@@ -1,7 +1,7 @@
-"""`invoke report`: one page about a run that needs no network, to read, keep and send.
+"""`invoke report`: a self-contained page about a run, to read, archive and send.
 
-Whatever comes from the run's folder is escaped: tasks can write anything there. The page has no script, and a policy
-that allows none.
+All content from the run folder is escaped, since tasks can write anything there. The page has no script, and a content
+security policy that allows none.
 """
 
 import math
@@ -33,7 +33,7 @@ TEMPLATE = string.Template(Path(__file__).with_name("report.html").read_text())
 
 
 def render_page(run: RunFolder) -> str:
-    """Return the page about a run, which need not have ended; raise DamagedError without its description."""
+    """Return the page about a run, which may still be running; raise DamagedError without valid run records."""
     row = listing.describe_run(run)
     sections = [
         ("", _head(run, row)),
@@ -147,7 +147,7 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterab
 
 
 def read_curves(run: RunFolder) -> dict[str, Curve]:
-    """Return (step, value) for each finite number that the chief logged, by its name; at most `MAX_POINTS` of each."""
+    """Return (step, value) pairs of each metric in the chief's log, finite values only, at most `MAX_POINTS` each."""
     curves: dict[str, Curve] = {}
     for row in run.rows("chief"):
         for name, value in row.items():
@@ -159,7 +159,7 @@ def read_curves(run: RunFolder) -> dict[str, Curve]:
 
 
 def draw_curves(title: str, curves: Mapping[str, Curve]) -> str:
-    """Return curves over the same axes; the legend names them where there are several."""
+    """Draw curves over the same axes, with a legend if there are several."""
     points = [point for curve in curves.values() for point in curve]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x_low, x_high = min(xs), max(xs)

@@ -1,4 +1,4 @@
-"""What runs tasks: a module for each runtime, such as `local_runtime`, and objects for Kubernetes.
+"""The runtimes, which run tasks: a module for each, such as `local_runtime`; others are in `cluster/host/schedulers`.
 
-`base.py` is the protocol of a runtime and `registry.py` their table. Code outside never asks which runtime it has.
+`base.py` has the interface of a runtime and `registry.py` their table. Code outside never checks for a runtime's name.
 """

@@ -1,10 +1,10 @@
-"""The one protocol behind which tasks run, whatever runs them.
+"""The interface of all runtimes, which run the tasks of a run.
 
-A runtime is a subclass of `Runtime` in its own module and a line in `registry.py`. Nothing outside this package asks
-which one it is: what differs between runtimes is a method or an attribute here.
+A runtime is a subclass of `Runtime` in its own module and a line in `registry.py`. Nothing outside this package checks
+which runtime a run has: each difference between them is a method or an attribute here.
 
-A runtime does not stop a run gracefully. It needs no way to: every task's agent reads the request in the run folder,
-which all tasks share.
+A runtime need not be able to stop a run gracefully: every task's agent reads stop requests in the run folder, which all
+tasks share.
 """
 
 import sys
@@ -28,16 +28,16 @@ from cluster.host.runtime.resources import Job, Memory, Network
 from cluster.system.errors import PrerequisiteError, UsageError
 
 Shell = Callable[[str], object]
-"""Runs a shell command and shows it; raises where it fails."""
+"""A function that prints and runs a shell command, and raises if the command fails."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check of the doctor."""
+    """The result of one check by `invoke doctor`."""
 
     check: str
     state: str
-    """`ok`, `warning` (it works, but not as well as it could) or `failed`."""
+    """`ok`, `warning` (works, but not optimally) or `failed`."""
     detail: str
     fix: str = ""
 
@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a runtime runs: the tasks of a run, and what they need."""
+    """The tasks of a run and the resources that a runtime must give them."""
 
     run: RunFolder
     cluster: ClusterSpec
@@ -60,30 +60,30 @@ class Workload:
     network: Network
     job: Job = field(default_factory=Job)
     elastic: Mapping[str, Any] = field(default_factory=dict)
-    """How many workers it may lose, as in `started.json`; empty if it needs all of them."""
+    """The options of an elastic run, as in `started.json`; empty if the run needs all workers."""
     keep_s: float = 0.0
-    """How long a process that has imported TensorFlow stays for the next run."""
+    """How long, in seconds, a process that has imported TensorFlow is kept for the next run."""
 
     @property
     def accelerator(self) -> str:
-        """Which image the tasks need: all the same, so that all compute with one TensorFlow."""
+        """The kind of image for the tasks: the same for all, so that all use the same build of TensorFlow."""
         return "gpu" if self.job.gpus_per_task or self.gpus.ids else "cpu"
 
 
 class Runtime(ABC):
-    """Where the tasks of runs are: how they are described, started, found, disturbed and ended.
+    """A way to run tasks: describes, starts, finds, disturbs and ends them.
 
     Attributes:
-        name: on the command line and in records.
-        tasks: what its tasks are, as in "3 tasks as containers".
+        name: the name on the command line and in records.
+        tasks: the noun for its tasks, as in "3 tasks as containers".
         automatic: whether `--runtime auto` may choose it.
         reaches_hardware: whether its tasks can use this machine's TPU.
         limits_memory: whether `--memory` limits its tasks.
-        python: the version of Python that its tasks run with, for which the user's packages are installed.
+        python: the version of Python in its tasks, for which the user's packages are installed.
         is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
-        job_options: what can be requested of that scheduler, fields of `Job`.
-        board: what runs TensorBoard next to it, `tensorboard.PROCESS` or `CONTAINER`.
-        injector: what injects faults into its tasks.
+        job_options: the fields of `Job` that its scheduler supports.
+        board: how TensorBoard runs, `tensorboard.PROCESS` or `CONTAINER`.
+        injector: the class that injects faults into its tasks.
     """
 
     name: str
@@ -99,26 +99,26 @@ class Runtime(ABC):
 
     @abstractmethod
     def probe(self) -> Availability:
-        """Return whether it can be used on this machine. Bounded in time, and starts nothing."""
+        """Return whether the runtime can be used on this machine. Has a timeout, and starts nothing."""
 
     def examine(self) -> list[Finding]:
-        """Return its findings for `invoke doctor`."""
+        """Return the runtime's findings for `invoke doctor`."""
         return []
 
     # Planning: nothing is changed
 
     def memory(self, requested: str, num_tasks: int) -> Memory:  # noqa: ARG002
-        """Return the memory of each task for `--memory`, a valid amount or empty; by default without a limit."""
+        """Return the memory of each task for `--memory`, which is valid or empty; by default without a limit."""
         return Memory(requested)
 
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
         """Return the network of the tasks; by default a private one, without a choice.
 
         Args:
-            requested: `--network`; empty where it was left out.
-            previous: what was requested when the run began, for one that is resumed.
-            way_out: what the tasks must reach outside of this machine, in words; empty where that is nothing.
-            serves: whether TensorFlow's servers run.
+            requested: the value of `--network`; empty if it was left out.
+            previous: the value when a resumed or repeated run began.
+            way_out: a description of what the tasks must reach outside this machine; empty for nothing.
+            serves: whether the tasks run TensorFlow servers.
         """
         resources.check_network(requested)
         if requested == resources.HOST:
@@ -128,11 +128,11 @@ class Runtime(ABC):
         return Network(resources.PRIVATE, requested or previous)
 
     def ports(self, num_tasks: int) -> tuple[int, ...] | None:  # noqa: ARG002
-        """Return a free port of 127.0.0.1 for each task; None where every task has its own host name."""
+        """Return a free port of 127.0.0.1 for each task; None if every task has its own host name."""
         return None
 
     def seen(self, payload: Payload) -> Payload:
-        """Return a payload with the paths at which tasks see what it names."""
+        """Return a payload with its paths as seen by the tasks."""
         return payload
 
     @abstractmethod
@@ -140,17 +140,18 @@ class Runtime(ABC):
         """Return the run's `compose.json`: everything that `start` needs. `runtime` or `x-runtime` in it is `name`.
 
         Raises:
-            PrerequisiteError: the tasks could not read what they need, or could read what they must not.
+            PrerequisiteError: the tasks could not read the files that they need.
+            UsageError: the tasks could read files that they must not.
         """
 
     # Starting
 
     @abstractmethod
     def preflight(self, work: Workload, ending: int = 0) -> None:
-        """Check that the machine hands out the GPUs and has the memory, with that of `ending` tasks that end before."""
+        """Check that the machine can provide the GPUs and the memory; `ending` tasks will free theirs before."""
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:  # noqa: B027
-        """Make what tasks run in, such as images: with `renew` again where this checkout has changed."""
+        """Create the tasks' environment, such as images; with `renew`, recreate it if this checkout has changed."""
 
     def image(self, work: Workload) -> dict[str, Any] | None:  # noqa: ARG002
         """Return the record of the tasks' image in the manifest; None without an image."""
@@ -158,72 +159,72 @@ class Runtime(ABC):
 
     @abstractmethod
     def commands(self, work: Workload) -> list[str]:
-        """Return the commands of `prepare` and `start`, to be shown or pasted once the run folder exists."""
+        """Return the commands of `prepare` and `start`, to show, or to paste once the run folder exists."""
 
     def anticipate(self, work: Workload, compose: Mapping[str, Any], config: Mapping[str, Any]) -> None:  # noqa: B027
-        """Begin what takes long, before the run's folder exists; it ends with this process unless `start` follows."""
+        """Begin slow work before the run folder exists; it ends with this process unless `start` follows."""
 
     @property
     def program_starter(self) -> user_code.Start | None:
-        """What starts programs that call the user's code after what was anticipated; None without that."""
+        """The factory of processes that call the user's code, which `anticipate` provides; None without one."""
         return None
 
     @abstractmethod
     def start(self, work: Workload, sh: Shell) -> None:
-        """Start every task, and return at once when that has begun.
+        """Start every task, without waiting for their agents.
 
-        `owner.create_owner` records it first, so that what a failed start leaves behind is found.
+        Calls `owner.create_owner` before anything starts, so that leftovers of a failed start are found.
         """
 
     # A run that was started
 
     @abstractmethod
     def alive(self, run: RunFolder) -> bool:
-        """Whether anything of the run that was started still runs."""
+        """Whether any process or container of the run still runs."""
 
     def scheduler_status(self, run: RunFolder) -> str:  # noqa: ARG002
-        """Return a scheduler's status of a run without heartbeats, in a line; empty without a scheduler.
+        """Return the scheduler's status of a run without heartbeats, as a line; empty without a scheduler.
 
-        It may be a few seconds old.
+        The status may be a few seconds old.
         """
         return ""
 
     @abstractmethod
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
-        """End and remove everything of the run but its folder; return once that is gone.
+        """End and remove everything of the run except its folder; return once all is gone. Idempotent.
 
-        Whether something was there does not matter. The run's own records are not trusted: tasks can rewrite them.
-        The tasks get `grace_s` to end by themselves, where a runtime can wait for them.
+        Must not trust the run's own records, which tasks can rewrite. The tasks get `grace_s` to end by themselves if
+        the runtime can wait for them.
 
         Raises:
-            PrerequisiteError: what runs the tasks does not answer.
-            TimedOut: something does not end.
+            PrerequisiteError: the engine or scheduler does not answer.
+            TimedOut: a process does not end.
         """
 
     @abstractmethod
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
-        """Return the runs of a folder of which anything is left.
+        """Return the names of the runs of a folder that have left processes, containers or networks.
 
         `names` are the runs that have records there; there may be others, whose folders are gone.
 
         Raises:
-            PrerequisiteError: what runs the tasks does not answer, and what to do.
+            PrerequisiteError: the engine or scheduler does not answer.
         """
 
     def faults(self, run: RunFolder) -> FaultInjector:
-        """Return the injector of faults into the run's tasks."""
+        """Return the fault injector for the run's tasks."""
         return self.injector(run)
 
 
 class ScheduledRuntime(Runtime):
     """A runtime whose tasks run where a scheduler places them: Slurm, or a Docker Swarm.
 
-    A scheduler knows a run by a name, such as a job's or a stack's, and may be slow or away. So it is asked seldom, and
-    never about runs that it cannot have.
+    A scheduler knows a run by a name, such as a job's or a stack's, and may be slow or unavailable. So it is queried
+    rarely, and never about runs that it cannot have.
 
     Attributes:
-        look_s: how long an answer about a run is used again.
-        way_back: what to do where the scheduler does not answer.
+        look_s: how long, in seconds, a scheduler's answer about a run is cached.
+        way_back: advice for a scheduler that does not answer.
     """
 
     is_remote = True
@@ -232,10 +233,10 @@ class ScheduledRuntime(Runtime):
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str], tuple[float, Any]] = {}
-        """When the scheduler was asked each question about each run last, and its answer."""
+        """Cache of the scheduler's answers, with their times, by question and run."""
 
     def look(self, question: Callable[[RunFolder], Any], run: RunFolder) -> Any:
-        """Return the answer to a question about a run; one that is younger than `look_s` is used again."""
+        """Return the answer to a question about a run, cached for `look_s`."""
         key, now = (question.__name__, str(run.path)), time.monotonic()
         if key not in self._answers or now - self._answers[key][0] > self.look_s:
             self._answers[key] = (now, question(run))
@@ -243,18 +244,18 @@ class ScheduledRuntime(Runtime):
 
     @abstractmethod
     def scheduled_name(self, run: RunFolder) -> str:
-        """Return the name by which the scheduler knows the run."""
+        """Return the scheduler's name for the run."""
 
     @abstractmethod
     def has_tasks(self, name: str) -> bool:
-        """Return whether tasks of this name run, or are about to; raise where the scheduler does not answer."""
+        """Return whether tasks of this name are running or queued; raise if the scheduler does not answer."""
 
     @abstractmethod
     def scheduled(self) -> Collection[str]:
-        """Return the names that the scheduler has anything of; raise where it does not answer."""
+        """Return the names of everything that the scheduler has; raise if it does not answer."""
 
     def alive(self, run: RunFolder) -> bool:
-        """Whether tasks of the run run, or are about to; also where the scheduler does not answer."""
+        """Whether the run's tasks are running or queued; True if the scheduler does not answer."""
         return bool(self.look(self._ask_alive, run))
 
     def _ask_alive(self, run: RunFolder) -> bool:
@@ -264,9 +265,9 @@ class ScheduledRuntime(Runtime):
             return True
 
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
-        """Return the runs that the scheduler has something of, by one question; none if no run can be one of its."""
+        """Return the names of the runs that the scheduler still has, by one query; by none if no run can be there."""
         runs = [RunFolder(runs_dir / name) for name in names]
-        # The record of a run is kept until nothing of it is left.
+        # The owner record of a run is kept until nothing is left of the run.
         ours = [run for run in runs if run.outside(owner.RECORD).exists() and recorded_runtime(run) == self.name]
         try:
             scheduled = self.scheduled() if ours else ()
@@ -276,7 +277,7 @@ class ScheduledRuntime(Runtime):
 
 
 def recorded_runtime(run: RunFolder) -> str:
-    """Return the name of the runtime that a run was started on; empty where its records are damaged."""
+    """Return the name of the runtime on which a run was started; empty if its records are damaged."""
     if owned := owner.read_owner(run):
         return owned.runtime
     rendered = run.composed

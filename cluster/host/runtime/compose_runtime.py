@@ -1,4 +1,4 @@
-"""The cluster as containers of a Docker Engine, by `docker compose`; `compose_services.py` describes the services."""
+"""The runtime of Docker containers, through `docker compose`; `compose_services.py` describes the services."""
 
 import json
 import os
@@ -29,7 +29,7 @@ MEMORY_EATER = ROOT / "docker" / "eat_memory.py"
 
 
 class ContainerFaults(FaultInjector):
-    """Disturbs containers, by the engine."""
+    """Injects faults into containers, through the engine."""
 
     storm = FaultInjector.storm | {"partition", "oom", "lose"}
 
@@ -37,19 +37,19 @@ class ContainerFaults(FaultInjector):
         super().__init__(run)
         self._undo: list[tuple[str, ...]] = []
         self._at: tuple[str, ...] = ()
-        """How Docker's client reaches the engine of the task that was looked for last."""
+        """The options with which Docker's client reaches the engine of the last task."""
 
     def signal(self, task: str, number: int, *whose: str) -> None:
-        """Send a signal inside the container: `docker kill` would count as a stop by hand, and nothing come back."""
+        """Send a signal inside the container: after `docker kill` the engine would not restart the container."""
         identities = self.processes(task)
-        pids = " ".join(str(int(identities[which]["pid"])) for which in whose)  # the task's own word, for a shell
-        # Where the agent dies, so does the container, and this command with it.
+        pids = " ".join(str(int(identities[which]["pid"])) for which in whose)  # untrusted, for a shell
+        # If the agent dies, so does the container, and this command with it.
         container = self._container(task)
         self._ask("exec", container, "sh", "-c", f"kill -{number} {pids}")
 
     def pause(self, task: str) -> None:
         container = self._container(task)
-        # On a busy machine with cgroup v1 runc gives up ("unable to freeze") where the next try succeeds.
+        # On a busy machine with cgroup v1 runc may fail ("unable to freeze"), and succeed at the next try.
         for _ in range(PAUSE_TRIES - 1):
             if self._ask("pause", container)[0] == 0:
                 break
@@ -68,7 +68,7 @@ class ContainerFaults(FaultInjector):
         self._undo.append((*self._at, "network", "connect", "--alias", task, name, container))
 
     def lose(self, task: str) -> None:
-        """Kill the container in a way after which the engine does not bring it back."""
+        """Kill the container by `docker kill`, after which the engine does not restart it."""
         container = self._container(task)
         self._docker("kill", container)
         self._undo.append((*self._at, "start", container))
@@ -79,17 +79,17 @@ class ContainerFaults(FaultInjector):
         self._undo.append((*self._at, "update", "--cpus", str(os.cpu_count() or 1), container))
 
     def oom(self, task: str) -> None:
-        """Leave the container hardly more memory than it uses, and have another process in it eat that."""
+        """Limit the container's memory to a little more than it uses, and start a process in it that takes the rest."""
         container, program = self._container(task), self.processes(task)["program"]["pid"]
-        # cgroup v2's file, else v1's.
+        # The file of cgroup v2, else that of v1.
         files = "/sys/fs/cgroup/memory.current /sys/fs/cgroup/memory/memory.usage_in_bytes"
         used = int(self._docker("exec", container, "sh", "-c", f"cat {files} 2>/dev/null | head -n 1"))
         limited = int(self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container))
         limit = used + 2**27
         self._docker("update", "--memory", str(limit), "--memory-swap", str(limit), container)
-        before = str(limited or memory.available_bytes() + limit)  # the engine takes no limit back
+        before = str(limited or memory.available_bytes() + limit)  # a limit cannot be removed again
         self._undo.append((*self._at, "update", "--memory", before, "--memory-swap", before, container))
-        # Killed or not, what counts is the program's end.
+        # The exit code does not matter, only the program's end.
         command = ("python", "-c", MEMORY_EATER.read_text(), str(program), str(limit // 2**24 + 16))
         self._ask("exec", container, *command, timeout_s=60)
 
@@ -107,7 +107,7 @@ class ContainerFaults(FaultInjector):
         return ids.split()[0]
 
     def _engine(self, task: str) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the words by which Docker's client reaches the engine that runs a task; none for its own."""
+        """Return the options with which Docker's client reaches a task's engine; none for the default engine."""
         return ()
 
     def _filters(self, task: str) -> list[str]:
@@ -127,7 +127,7 @@ class ContainerFaults(FaultInjector):
 
 
 class ContainerRuntime(Runtime):
-    """Parts that containers of Compose and services of a Swarm share."""
+    """Base class of the Compose and Swarm runtimes."""
 
     limits_memory = True
     python = images.PYTHON
@@ -146,7 +146,7 @@ class ContainerRuntime(Runtime):
 
     @abstractmethod
     def describe(self, work: Workload) -> dict[str, Any]:
-        """Return the run's services, as the engine's client reads them."""
+        """Return the run's services in the format of Compose files."""
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
         images.build_images(sh, work.accelerator, renew=renew)
@@ -170,7 +170,7 @@ class ContainerRuntime(Runtime):
 
 
 class Compose(ContainerRuntime):
-    """Containers of a Docker Engine, by `docker compose`."""
+    """The runtime of Docker containers, through `docker compose`."""
 
     name = "docker"
     tasks = "containers"
@@ -201,7 +201,7 @@ class Compose(ContainerRuntime):
     def describe(self, work: Workload) -> dict[str, Any]:
         return compose_services.render_overlay(work)
 
-    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the limits count, whatever is free
+    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # limits, not free memory, count
         work.memory.check(len(work.cluster.tasks))
         if work.gpus.ids:
             devices.check_engine()
@@ -214,17 +214,16 @@ class Compose(ContainerRuntime):
         return compose_services.is_running(project(run.path))
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
-        # By the labels that the engine keeps, without the overlay: tasks can rewrite that, and Compose would do on the
-        # host, and with other projects, what it then says.
+        # By the engine's labels, not by the overlay: tasks can rewrite the overlay, and could thereby make Compose act
+        # on the host or on other projects.
         words = ("down", "--timeout", str(grace_s), "--volumes", "--remove-orphans")
         command = shlex.join([*compose_services.COMPOSE, "--project-name", project(run.path), *words])
         compose_services.run_ending(command, sh, f"{run.name}: in containers, which may continue")
 
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
-        """Return the runs that the engine has a container or a network of, by their labels.
+        """Return the runs with a container or network in the engine, found by their labels.
 
-        The folder of such a run may be gone: its name is a label, and that it is one of this folder shows in its
-        project.
+        The run folder may be gone: one label is the run's name, and the project's name identifies the folder of runs.
         """
         shown = f'{{{{.Label "com.docker.compose.project"}}}}\t{{{{.Label "{RUN_LABEL}"}}}}'
         known = {project(runs_dir / name): name for name in names}

@@ -1,7 +1,7 @@
-"""The cluster as Compose services: what a container is, which files its user may read, and the commands on it.
+"""The cluster as Compose services: the containers, the file permissions that they need, and the Compose commands.
 
-`compose/templates.yaml` holds how a task runs, `compose/compose.yaml` what all runs share; the overlay adds one
-explicit service a task. A scaled service would not do: its replicas have no index.
+`compose/templates.yaml` describes how a task runs, `compose/compose.yaml` the parts that all runs share; the overlay
+adds one explicit service for each task, since the replicas of a scaled service have no index.
 """
 
 import hashlib
@@ -29,17 +29,17 @@ FILES = ROOT / "compose"
 COMPOSE = ("docker", "compose", "--progress=quiet")
 OUR_COMPOSE = (*COMPOSE, "--project-directory", str(ROOT), "-f", str(FILES / "compose.yaml"))
 UP = ("up", "--detach", "--no-build", "--pull", "never")
-"""Start services whose images exist."""
+"""The words that start services, whose images must exist."""
 RUNS_MOUNT = "/runs"
 DATA_MOUNT = "/data"
 GPU_SHM = "1gb"
-"""Shared memory of a task with GPUs, as NVIDIA's NCCL guide has it: the engine's 64 MB are too few for its buffers."""
+"""Shared memory of a task with GPUs, from NVIDIA's NCCL guide: the default of 64 MB is too small for NCCL's buffers."""
 GPU_LIMITS = {"memlock": -1, "stack": 64 * 2**20}
-"""NCCL locks the memory that GPUs read, and its threads want the stack that NVIDIA's own images are run with."""
+"""NCCL locks the memory that GPUs read, and its threads need the stack size with which NVIDIA's images are run."""
 NETWORK_INTERFACE = "eth0"
-"""What the cluster's network is called in a container: Compose attaches the first by name first."""
+"""The interface of the cluster's network in a container: Compose attaches networks in the order of their names."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
-"""For tasks without GPUs: an engine whose default runtime is NVIDIA's could hand over all of them."""
+"""The variables of tasks without GPUs: an engine whose default runtime is NVIDIA's could expose all GPUs."""
 RUN_LABEL = "tf-cluster.run"
 """The label of a run's containers and networks whose value is the run's name."""
 TASK_LABEL = "tf-cluster.task"
@@ -48,7 +48,7 @@ UNPRIVILEGED = 10001
 
 
 def project(run_dir: Path) -> str:
-    """Return the Compose project of a run: readable, legal, and another one for each run folder of this machine."""
+    """Return the Compose project of a run: a readable, valid name, unique for each run folder on this machine."""
     slug = re.sub(r"[^a-z0-9_-]+", "-", run_dir.name.lower()).strip("-_")[:32]
     return f"tf-cluster-{slug}-{_digest(run_dir)}"
 
@@ -59,7 +59,7 @@ def tensorboard_project(runs_dir: Path) -> str:
 
 
 def task_user() -> str:
-    """Return whom the tasks run as: the caller, so that the run folder is theirs; but never root."""
+    """Return the tasks' user and group: the caller's, so that they own the run folder, but never root's."""
     return f"{os.getuid() or UNPRIVILEGED}:{os.getgid() or UNPRIVILEGED}"
 
 
@@ -76,7 +76,7 @@ def _has_way_out(work: Workload) -> bool:
 
 
 def literal(value: Any) -> Any:
-    """Return the value with every dollar sign doubled: Compose would read a single one as a variable."""
+    """Return the value with every dollar sign doubled: Compose takes a single one as the start of a variable."""
     if isinstance(value, dict):
         return {key: literal(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -89,7 +89,7 @@ def _service(work: Workload, task: Task, networks: Sequence[str]) -> dict[str, A
         "extends": {"file": str(FILES / "templates.yaml"), "service": task.role.value},
         **describe_task(work, task),
         "mem_limit": work.memory.task_bytes,
-        "memswap_limit": work.memory.task_bytes,  # of both together: no swap
+        "memswap_limit": work.memory.task_bytes,  # memory and swap together, so no swap
     }
     environment = service["environment"]
     if ids := work.gpus.of(task.name):
@@ -107,9 +107,9 @@ def _service(work: Workload, task: Task, networks: Sequence[str]) -> dict[str, A
 
 
 def describe_task(work: Workload, task: Task) -> dict[str, Any]:
-    """Return the part of a task's service that Compose and Swarms share.
+    """Return the part of a task's service that is the same for Compose and a Swarm.
 
-    In its environment, None is the value that the caller of Docker's client has.
+    In its environment, None means the value in the environment of Docker's client.
     """
     seen = work.payload.mounted()
     run_mount = f"{RUNS_MOUNT}/{work.run.name}"
@@ -138,7 +138,7 @@ def _digest(path: Path) -> str:
 
 
 def check_readable(payload: Payload) -> None:
-    """Check that containers can read what is mounted: where root starts them they run as another user."""
+    """Check that containers can read their mounts: containers that root starts run as another user."""
     if os.getuid() != 0:
         return
     for path in [*([payload.script] if payload.script else []), *(source for source, _ in payload.mounts())]:
@@ -146,7 +146,7 @@ def check_readable(payload: Payload) -> None:
             continue  # perhaps not installed yet, and readable whatever the umask
         status, fix = path.stat(), "chmod -R o+rX"
         bits = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
-        if path in payload.secrets.values():  # which need not be readable to others
+        if path in payload.secrets.values():  # secrets need not be readable by others
             bits, fix = stat.S_IRUSR if status.st_uid == UNPRIVILEGED else stat.S_IROTH, f"chown {UNPRIVILEGED}"
         if status.st_mode & bits != bits:
             raise PrerequisiteError(
@@ -156,7 +156,7 @@ def check_readable(payload: Payload) -> None:
 
 
 def let_tasks_read(runs_dir: Path, data_dir: Path) -> None:
-    """Make what root prepared readable for the containers' user, perhaps under another umask."""
+    """If root prepared the data and runs, make them readable for the containers' user, whatever the umask was."""
     if os.getuid() != 0:
         return
     runs_dir.chmod(runs_dir.stat().st_mode | 0o055)  # TensorBoard reads all runs as that user
@@ -169,7 +169,7 @@ def let_tasks_read(runs_dir: Path, data_dir: Path) -> None:
 
 
 def give_to_tasks(folder: Path) -> None:
-    """Make the containers' user the owner of a folder, where root starts them; never what a link in them names."""
+    """If root starts the containers, make their user the owner of a folder and its entries, without following links."""
     if os.getuid() != 0:
         return
     for _, inside, others, descriptor in os.fwalk(folder):
@@ -178,7 +178,7 @@ def give_to_tasks(folder: Path) -> None:
 
 
 def overlay_command(overlay_path: Path, *words: str) -> str:
-    """Return a `docker compose` command on a run's services, as its overlay says."""
+    """Return a `docker compose` command for a run's services, with the run's overlay."""
     return shlex.join([*OUR_COMPOSE, "-f", str(overlay_path), *words])
 
 
@@ -189,7 +189,7 @@ def is_running(compose_project: str) -> bool:
 
 
 def run_ending(command: str, sh: Callable[[str], object], subject: str) -> None:
-    """Run a command that ends containers; where no engine answers, the error says that they may continue."""
+    """Run a command that ends containers; if no engine answers, the error says that `subject` may continue."""
     try:
         sh(command)
     except Exception as error:
@@ -201,7 +201,7 @@ def run_ending(command: str, sh: Callable[[str], object], subject: str) -> None:
 
 
 def tensorboard_command(runs_dir: Path, port: int, *words: str) -> str:
-    """Return a command on the TensorBoard that shows `runs_dir` on 127.0.0.1:`port`."""
+    """Return a `docker compose` command for the TensorBoard of `runs_dir`, on 127.0.0.1:`port`."""
     settings = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": task_user()}
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     command = [*OUR_COMPOSE, "-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]

@@ -1,6 +1,6 @@
-"""Programs that a process with imports forks for `up`: both ends of the connection between them.
+"""Programs that `up` runs as forks of a process with imports: both ends of the connection to that process.
 
-`up` sends a command, its variables and the file for its output, and gets the code that the program ended with.
+`up` sends a command, its environment and the descriptor for its output, and receives the program's exit code.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from cluster.system import fork_server, processes
 from cluster.system.errors import EXIT_FAILED
 
 KILL = b"\2"
-"""What `up` sends to have the program killed, rather than a message."""
+"""The byte, not a message, by which `up` requests that the program is killed."""
 POLL_S = 0.01
 KILL_S = 10.0
-"""How long a killed program may take to end."""
+"""Timeout for a killed program to end."""
 
 
 class ForkedProgram:
-    """A program that the other side of a connection has forked, see `user_code.Program`."""
+    """A program that the process on the other side has forked, see `user_code.Program`."""
 
     def __init__(self, connection: socket.socket, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._connection, self._command = connection, command
@@ -58,7 +58,7 @@ class ForkedProgram:
 
 
 def receive_number(connection: socket.socket) -> int | None:
-    """Return the number that the other side sends; None if it has ended. Raises TimeoutError."""
+    """Return the number that the other side sends; None if it has ended. Raises TimeoutError after a timeout."""
     with contextlib.suppress(ConnectionError, struct.error):
         number: int = struct.unpack("i", connection.recv(4))[0]
         return number
@@ -66,19 +66,19 @@ def receive_number(connection: socket.socket) -> int | None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message, with its file as `output`; raise SystemExit once the other side is gone."""
+    """Return the next message, with a received descriptor as `output`; raise SystemExit if the other side has ended."""
     text, files = b"", list[int]()
     while not text.endswith(b"\n"):
         part, more, _, _ = socket.recv_fds(connection, 2**16, 1)
         if not part:
             raise SystemExit(EXIT_FAILED)
-        text, files = (text + part).lstrip(KILL), files + more  # a program to be killed may have just ended
+        text, files = (text + part).lstrip(KILL), files + more  # KILL may arrive after the program's end
     message: dict[str, Any] = json.loads(text)
     return message | ({"output": files[0]} if files else {})
 
 
 def serve_calls(connection: socket.socket) -> None:
-    """Run programs for `up`, one after the other, until it wants the supervisor."""
+    """Run programs for `up`, one at a time, until a message without a command asks for the supervisor."""
     while "command" in (order := receive(connection)):
         with os.fdopen(order["output"], "wb") as output:
             started = {"env": order["environment"], "stdout": output, "stderr": subprocess.STDOUT}

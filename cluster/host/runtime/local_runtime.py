@@ -1,4 +1,4 @@
-"""The cluster as processes of this machine, which a supervisor starts and restarts, see `supervisor.py`."""
+"""The runtime of local processes, which a supervisor starts and restarts, see `supervisor.py`."""
 
 import resource
 import shlex
@@ -47,7 +47,7 @@ class ProcessFaults(FaultInjector):
             processes.kill(identities[which], number)
 
     def lose(self, task: str) -> None:
-        """Kill the whole task, which the supervisor does not bring back."""
+        """Kill the whole task, and keep the supervisor from restarting it."""
         away = self._run.away(task)
         away.parent.mkdir(exist_ok=True)
         away.touch()
@@ -55,7 +55,7 @@ class ProcessFaults(FaultInjector):
         self.signal(task, signal.SIGKILL, "agent", "program")
 
     def slow(self, task: str) -> None:
-        """Stop and continue the program, again and again."""
+        """Repeatedly stop and continue the program, in a thread."""
         self._undone.clear()
         self._slowing = threading.Thread(target=self._stop_and_go, args=(self.processes(task)["program"],), daemon=True)
         self._slowing.start()
@@ -67,7 +67,7 @@ class ProcessFaults(FaultInjector):
             processes.kill(program, signal.SIGCONT)
 
     def oom(self, task: str) -> None:
-        """Allow the program no more memory than it has: its next allocation fails."""
+        """Limit the program's memory to its current size, so that its next allocation fails."""
         recorded = self.processes(task)["program"]
         if not processes.alive(recorded):
             return
@@ -87,7 +87,7 @@ class ProcessFaults(FaultInjector):
 
 
 class LocalProcesses(Runtime):
-    """Processes of this machine."""
+    """The runtime of local processes."""
 
     name = "local"
     tasks = "local processes"
@@ -190,8 +190,8 @@ def processes_of(
 ) -> dict[str, Any]:
     """Return the local form of `compose.json`: each task's command and additional environment.
 
-    The command is what the agents start, empty for the built-in trainer. Every task also gets the variables `more`, of
-    which None is the value that the caller has. Without `gpus` no task sees any.
+    `command` are the agent's arguments, empty for the built-in trainer. Every task also gets the variables `more`, of
+    which None means the caller's value. Without `gpus` no task sees any GPU.
     """
     more, gpus = more or {}, gpus or Placement()
     values = {name: value for name, value in more.items() if value is not None}
@@ -200,20 +200,20 @@ def processes_of(
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **values}
         environment |= _visible_gpus(gpus, task.name, more)
         if network == PRIVATE and gpus.of(task.name):
-            environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may be one that is not in there
+            environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may not exist in there
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {"command": [sys.executable, "-m", "cluster.agent", *command], "environment": environment}
     names = [name for name, value in more.items() if value is None]
     composed: dict[str, Any] = {"runtime": "local", "network": network, "inherits": names, "tasks": tasks}
-    # An accelerator's library must be new in the process that uses it.
+    # An accelerator's library cannot be used in a fork of the process that loaded it.
     accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
     shared = settings.is_on("SHARED_IMPORT")
     return composed | {"preload": TRAINER_IMPORTS} if shared and not command and not accelerated else composed
 
 
 def _visible_gpus(gpus: Placement, task: str, given: Collection[str]) -> dict[str, str]:
-    """Return the variables that make a process see its own GPUs and no others, whatever its caller sees."""
+    """Return the variables with which a process sees only its own GPUs, whatever its caller sees."""
     if not (ids := gpus.of(task)):
         return {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi's indices

@@ -1,7 +1,7 @@
 """The mirror of a run in an object store: its URL, and the local process that uploads to it.
 
-Like TensorBoard, `up` starts the process, which lives with the run, also with `--detach`. Its record is next to the run
-folders, where no container can write. `cluster/host/control/uploads.py` is the process.
+`up` starts the process, which runs as long as the run, even with `--detach`. Its record is next to the run folders,
+where no container can write. `cluster/host/control/uploads.py` is the process's program.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ PARAMETERS = {
     "gs": ("scheme", "endpoint_override", "project_id", "retry_limit_seconds"),
     "file": (),
 }
-"""The parameters that a URL of each scheme may have: none is secret."""
+"""The parameters that a URL of each scheme may have, none of which is secret."""
 WAIT_S, POLL_S = 1800.0, 0.1
-"""How long `up` waits for the last files; the upload continues without it."""
+"""How long `up` waits for the upload of the last files, which continues afterwards, and how often it checks."""
 
 
 class Upload(Record):
-    """The state of the process that uploads: `.running/NAME.mirror`."""
+    """The state of the upload process: `.running/NAME.mirror`."""
 
     id: str
     process: Annotated[dict[str, Any], dictionary(Process)]
     text: str
-    """What the mirror has, and why it has no more."""
+    """A description of the mirror's contents, and of the error that keeps it from having more."""
     complete: bool = False
-    """Whether the run has ended and the mirror has all of it."""
+    """Whether the run has ended and the mirror is complete."""
 
     @property
     def alive(self) -> bool:
@@ -51,12 +51,12 @@ class Upload(Record):
 
 
 def take_credentials(url: str) -> str:
-    """Return a mirror's URL without its user and password, which become variables of this process.
+    """Return a mirror's URL without the user and password, which become environment variables of this process.
 
-    S3's client finds them there, here and in the process that uploads; no record, log or task gets them.
+    The S3 client reads them there, in this process and the upload process; no record, log or task contains them.
 
     Raises:
-        UsageError: it is not the URL of a folder in a store. The message shows nothing that may be secret.
+        UsageError: the URL is not that of a folder in a store. The message shows no secret.
     """
     match = URL.fullmatch(url)
     scheme, user, place, query = (match[1] or match[3], match[2] or "", match[4], match[5] or "") if match else [""] * 4
@@ -72,13 +72,13 @@ def take_credentials(url: str) -> str:
         )
     if has_keys:
         os.environ |= {"AWS_ACCESS_KEY_ID": unquote(key), "AWS_SECRET_ACCESS_KEY": unquote(secret)}
-        os.environ.pop("AWS_SESSION_TOKEN", None)  # of other keys
+        os.environ.pop("AWS_SESSION_TOKEN", None)  # belongs to other keys
     at = f"{user}@" if user and not has_keys else ""
     return f"{scheme}://{at}{place.rstrip('/')}" + (f"?{query}" if query else "")
 
 
 def start_upload(run: RunFolder) -> None:
-    """Start the process that mirrors a run whose tasks have been started, in place of an earlier one."""
+    """Start the upload process of a run whose tasks have been started, replacing an earlier process."""
     end_upload(run)
     url, run_id = run.started.mirror, run.started.mirror_id
     with run.outside(f"{RECORD}.log").open("wb") as log:
@@ -94,7 +94,7 @@ def read_upload(run: RunFolder) -> Upload | None:
 
 
 def describe_mirror(run: RunFolder) -> str:
-    """Return the state of a run's mirror in a line; empty without one."""
+    """Return the state of a run's mirror as a line; empty without a mirror."""
     if (upload := read_upload(run)) is None:
         return ""
     if upload.complete or (upload.alive and not run.summary.exists()):
@@ -103,7 +103,7 @@ def describe_mirror(run: RunFolder) -> str:
 
 
 def await_upload(run: RunFolder) -> None:
-    """Wait until the mirror has all of a run that has ended. Ctrl-C ends the wait, not the upload."""
+    """Wait until the mirror of a run that has ended is complete. Ctrl-C ends the wait, not the upload."""
     if (upload := read_upload(run)) and upload.alive:
         print_lines("uploading the last files to the mirror; Ctrl-C leaves that in the background")
         with contextlib.suppress(KeyboardInterrupt):
@@ -111,13 +111,13 @@ def await_upload(run: RunFolder) -> None:
 
 
 def end_upload(run: RunFolder, wait_s: float = 0.0) -> None:
-    """End the process that uploads, after it had some time to end by itself."""
+    """End the upload process, after `wait_s` in which it can end by itself."""
     if upload := records.read_record(run.outside(RECORD), Upload.from_json, None):
         wait_until(lambda: not upload.alive, wait_s, POLL_S)
         processes.end(upload.process)
 
 
 def end_uploads(runs_dir: Path, wait_s: float) -> None:
-    """End the uploads of all runs, also of those that have ended."""
+    """End the uploads of all runs, including runs that have ended."""
     for path in sorted((runs_dir / ".running").glob(f"*.{RECORD}")):
         end_upload(RunFolder(runs_dir / path.stem), wait_s)

@@ -1,4 +1,4 @@
-"""Network namespaces: a loopback device that no other process of the machine reaches, and no other network.
+"""Network namespaces: a loopback device that other processes of the machine cannot reach, and no other network.
 
 Files, process ids and signals remain those of the machine.
 """
@@ -25,22 +25,22 @@ _FORBIDDING = {
     "user.max_user_namespaces": ("0", "10000"),
     "user.max_net_namespaces": ("0", "10000"),
 }
-"""The kernel settings that can forbid namespaces to other users than root: the forbidding and an allowing value."""
+"""Kernel settings that can forbid namespaces to non-root users: the forbidding value and an allowing one."""
 _CONTAINED = "the container around it needs CAP_SYS_ADMIN for that; start the run outside of it"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a process cannot enter a network namespace here."""
+    """The reason why a process cannot enter a network namespace here, and a fix."""
 
     why: str
     fix: str
 
 
 def enter() -> None:
-    """Move this process, which must have a single thread, and its future children to a new network namespace.
+    """Move this process, which must be single-threaded, and its future children to a new network namespace.
 
-    Other users than root need a user namespace around it. In that they keep their id, so that files keep their owner.
+    Users other than root also need a user namespace, in which they keep their id, so that files keep their owner.
 
     Raises:
         OSError: the machine does not allow it.
@@ -57,7 +57,7 @@ def enter() -> None:
 
 
 def refusal() -> Refusal | None:
-    """Return why entering a network namespace fails here, and what helps; None if it works.
+    """Return why entering a network namespace fails here, and a fix; None if it works.
 
     Tries it in a child process, which takes a few milliseconds.
     """
@@ -69,10 +69,10 @@ def refusal() -> Refusal | None:
 
 
 def _try() -> int:
-    """Enter a network namespace and use its loopback device; return the number of the error, 0 if that worked."""
+    """Enter a network namespace and use its loopback device; return the error number, 0 on success."""
     try:
         enter()
-        # Finding the route is enough; TCP would take ten times as long.
+        # UDP only looks up the route; TCP would take ten times as long.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("127.0.0.1", 9))
         return 0

@@ -1,10 +1,10 @@
-"""The user's own part in a run: a script, folders of modules, extra packages, and environment variables.
+"""The user's part of a run: a script, folders of modules, extra packages, and environment variables.
 
-Local processes use these in place; containers get them mounted, read-only.
+Local processes use the files in place; in containers they are mounted read-only.
 
-Tasks inherit the variables that `payload.toml` lists from the caller of `up`, and no others. So a run does not depend
-on variables that happen to be set, such as the TF_CONFIG of another cluster, and no secret reaches a task by accident.
-`--env` adds to the list.
+Tasks inherit only those variables of `up`'s caller that `payload.toml` lists. So a run does not depend on variables
+that happen to be set, such as the TF_CONFIG of another cluster, and no secret reaches a task by accident. `--env`
+extends the list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROXIES = _VARIABLES["proxies"]
 PROCESS = frozenset(_VARIABLES["process"])
 NEVER_INHERITED = frozenset([*_VARIABLES["never_inherited"], SECRET_FILES])
 NEVER_SET = NEVER_INHERITED | {"PYTHONPATH", "RUNS_DIR"}
-"""What `--env` cannot set: these are set where `up` is called."""
+"""The variables that `--env` cannot set, because they are set for each task or in the environment of `up`."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
@@ -47,8 +47,8 @@ def process_variables(names: Collection[str] = ()) -> dict[str, str]:
 
 
 def container_variables(*, way_out: bool) -> dict[str, str | None]:
-    """Return the variables that containers inherit; those without a value get the caller's at the start."""
-    # A path of this machine means nothing there.
+    """Return the variables that containers inherit. The value None means the caller's value at the start."""
+    # Paths of this machine are invalid in a container.
     names = [name for name, value in os.environ.items() if _for_every_task(name) and not value.startswith("/")]
     names += [name for name in PROXIES if name in os.environ and way_out]
     return dict.fromkeys(names)
@@ -64,7 +64,7 @@ def python_path() -> list[str]:
 
 
 def parse_variables(given: Sequence[str]) -> dict[str, str | None]:
-    """Return the variables that `--env NAME[=VALUE]` gives to tasks; None is the value that is set here."""
+    """Return the variables of `--env NAME[=VALUE]`. The value None means the value in this environment."""
     variables: dict[str, str | None] = {}
     for option in given:
         name, equals, value = option.partition("=")
@@ -79,7 +79,7 @@ def parse_variables(given: Sequence[str]) -> dict[str, str | None]:
 
 
 def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Path]:
-    """Return the files of `--secret NAME=FILE`, by the variables, which `--env` must not give, too."""
+    """Return the files of `--secret NAME=FILE`, keyed by variables, which `--env` must not set as well."""
     files: dict[str, Path] = {}
     for option in given:
         name, _, file = option.partition("=")
@@ -112,14 +112,14 @@ class Payload:
     packages: Path | None = None
     """The folder with the packages of `requirements`."""
     separate_chief: bool = False
-    """Whether the script's TF_CONFIG has a chief and workers, and not workers alone, as most scripts expect."""
+    """Whether the script's TF_CONFIG has a chief; most scripts expect only workers."""
     env: tuple[str, ...] = ()
-    """`--env` as typed: variables that the tasks get besides."""
+    """`--env` as typed: additional variables of the tasks."""
     secrets: Mapping[str, Path] = field(default_factory=dict)
-    """The files with the values of further variables, by their names."""
+    """The files with the values of secret variables, by variable."""
 
     def mounted(self) -> Payload:
-        """Return it with the paths at which it is mounted, see `mounts`."""
+        """Return the payload with its paths inside containers, see `mounts`."""
         return replace(
             self,
             script=self.script and Path(SCRIPT_MOUNT) / self.script.name,
@@ -129,7 +129,7 @@ class Payload:
         )
 
     def mounts(self) -> list[tuple[Path, str]]:
-        """Return each folder, and each secret's file, that is mounted, and its path in the task."""
+        """Return each folder and secret file to mount, with its path inside containers."""
         mounts = [(folder, f"{CODE_MOUNT}/{at}") for at, folder in enumerate(self.code_dirs)]
         if self.packages:
             mounts.append((self.packages, PACKAGES_MOUNT))
@@ -139,7 +139,7 @@ class Payload:
 
     @property
     def caller_variables(self) -> list[str]:
-        """The variables that `--env NAME` takes from the caller: their values are in no file of the run."""
+        """The variables that `--env NAME` takes from the caller, whose values are not stored in the run."""
         return [name for name, value in parse_variables(self.env).items() if value is None]
 
     def command(self) -> list[str]:
@@ -147,7 +147,7 @@ class Payload:
         return [] if self.script is None else ["--script", str(self.script), *self.arguments]
 
     def environment(self, spec: ClusterSpec, path: Sequence[str] = ()) -> dict[str, str | None]:
-        """Return the variables of the tasks, with their PYTHONPATH; None is the value that the caller has."""
+        """Return the tasks' variables, with `path` as PYTHONPATH. The value None means the caller's value."""
         variables = parse_variables(self.env)
         if path:
             variables["PYTHONPATH"] = os.pathsep.join(path)
@@ -162,11 +162,11 @@ class Payload:
 
     @property
     def path(self) -> list[str]:
-        """The folders that contain its modules."""
+        """The folders of the user's modules and packages."""
         return [*map(str, self.code_dirs), *([str(self.packages)] if self.packages else [])]
 
     def local_path(self) -> list[str]:
-        """Return PYTHONPATH for processes of this machine; empty if the caller's own is enough."""
+        """Return PYTHONPATH for processes on this machine; empty if the caller's PYTHONPATH is enough."""
         return list(dict.fromkeys([*self.path, *python_path()])) if self.path else []
 
     def needs_legacy_keras(self, spec: ClusterSpec) -> bool:
@@ -175,12 +175,12 @@ class Payload:
         return self.script is not None and spec.kind.legacy_fit and not chosen
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form that is saved as the `config.json` of a script's run."""
+        """Return the `config.json` of a script's run."""
         return {"script": str(self.script), "arguments": list(self.arguments), "separate_chief": self.separate_chief}
 
 
 def data_words(config: Mapping[str, Any]) -> list[str]:
-    """Return the command of `python -m train.data` that gets a configuration's data, and its options."""
+    """Return the `python -m train.data` subcommand, with options, that prepares a configuration's data."""
     source = config.get("source")
     if source == "function":
         outputs = config.get("num_outputs")

@@ -1,4 +1,4 @@
-"""Every runtime by its name, and which one a run gets or has."""
+"""The registry of runtimes, and the choice of a run's runtime."""
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.strategies import Strategy
@@ -12,23 +12,23 @@ from cluster.system.errors import PrerequisiteError, UsageError, nearest
 AUTO = "auto"
 LOCAL = LocalProcesses()
 RUNTIMES: dict[str, Runtime] = {each.name: each for each in (Compose(), LOCAL, Slurm(), Swarm())}
-"""In the order in which `auto` prefers them."""
+"""The runtimes by name, in the order of preference of `auto`."""
 
 
 def get_runtime(name: str) -> Runtime:
-    """Return the runtime of that name."""
+    """Return the runtime called `name`; raise UsageError if there is none."""
     if name not in RUNTIMES:
         raise UsageError(f"--runtime {name!r} is not a runtime{nearest(name, [AUTO, *RUNTIMES])}")
     return RUNTIMES[name]
 
 
 def find_runtime(run: RunFolder) -> Runtime:
-    """Return the runtime of a run that was started; the local one where its records are damaged."""
+    """Return the runtime on which a run was started; the local one if the run's records are damaged."""
     return RUNTIMES.get(recorded_runtime(run), LOCAL)
 
 
 def choose_runtime(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, str]:
-    """Return the runtime for `--runtime`, and in words what it is and why; the strategy may need hardware."""
+    """Return the runtime for `--runtime`, with an explanation of the choice; the strategy may need hardware."""
     hardware = strategy.hardware.upper() if strategy else ""
     if requested != AUTO:
         return _requested(get_runtime(requested), strategy.name if strategy else "", hardware)

@@ -1,10 +1,10 @@
-"""What the tasks of a run get: memory, a network, and what is requested of a scheduler.
+"""The resources of a run's tasks: memory, network, and the request to a scheduler.
 
-Memory: without `--memory` the tasks of a run share nine tenths of the machine's memory evenly, which leaves room for
-the engine and its callers. Swap is off: a task that swaps would slow down all tasks that wait for it.
+Memory: without `--memory`, containers share nine tenths of the engine's memory evenly, which leaves room for the engine
+and its callers. Swap is off: a task that swaps would slow down all tasks that wait for it.
 
-Network: TensorFlow's servers listen on every interface and ask for no password, and nothing in TensorFlow changes that.
-So local tasks get a private network where the machine allows one, and a warning where they do not.
+Network: TensorFlow's servers listen on every interface without a password, and TensorFlow has no option to change that.
+So local tasks get a private network if the machine allows one; otherwise the user gets a warning.
 """
 
 import re
@@ -15,25 +15,25 @@ from cluster.system.errors import PrerequisiteError, UsageError, nearest
 from cluster.system.messages import counted, size
 
 TASK_MEMORY_BYTES = 600 * 2**20
-"""What a TensorFlow process uses before it trains anything."""
+"""The memory of a TensorFlow process before training."""
 SHARED = 0.9
-"""The part of the machine's memory that the tasks of a run share."""
+"""The share of the machine's memory that the tasks of a run divide among themselves."""
 UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What the tasks of a run may use."""
+    """The memory of a run's tasks."""
 
     requested: str = ""
-    """As typed; empty: a share of what there is."""
+    """`--memory` as typed; empty for an equal share."""
     task_bytes: int = 0
-    """What each of them may use; 0 for local processes, which have no limit."""
+    """The limit of each task; 0 for local processes, which have no limit."""
     total_bytes: int = 0
-    """What the engine's machine has."""
+    """The memory of the engine's machine."""
 
     def check(self, num_tasks: int) -> None:
-        """Check that the tasks fit."""
+        """Check that the tasks fit; raise PrerequisiteError if not."""
         if self.requested and num_tasks * self.task_bytes > self.total_bytes:
             raise PrerequisiteError(
                 f"--memory {self.requested} for {counted(num_tasks, 'task')} makes "
@@ -51,7 +51,7 @@ class Memory:
 
 
 def check_free_memory(num_tasks: int, ending: int = 0) -> None:
-    """Check that TensorFlow processes without a limit fit into the free memory, with that of `ending` others."""
+    """Check that TensorFlow processes without a limit fit into the free memory and that of `ending` tasks."""
     available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
     if num_tasks * TASK_MEMORY_BYTES > available:
         raise PrerequisiteError(
@@ -61,7 +61,7 @@ def check_free_memory(num_tasks: int, ending: int = 0) -> None:
 
 
 def parse_memory(text: str) -> int:
-    """Return a memory limit in bytes; 0 where none was requested."""
+    """Return a memory limit in bytes; 0 for an empty text."""
     if not text:
         return 0
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(MiB|GiB|TiB)", text, re.IGNORECASE | re.ASCII)
@@ -86,16 +86,16 @@ class Network:
     """The network of a run's tasks."""
 
     name: str = PRIVATE
-    """`private`, of the tasks alone; `encrypted`, the same over several hosts; `egress`, the same with a way out; or
-    `host`, this machine's."""
+    """`private`: only for the tasks; `encrypted`: private over several hosts; `egress`: private, with access to other
+    networks; `host`: this machine's network."""
     requested: str = ""
-    """`--network` as typed, for when the run is resumed."""
+    """`--network` as typed, for a resumed run."""
     warning: str = ""
-    """Who can reach the tasks, and why; empty where nobody can."""
+    """A warning about who can reach the tasks, and why; empty if nobody can."""
 
 
 def check_network(requested: str, *allowed: str) -> None:
-    """Check `--network` against the networks that there are, by default those of this machine."""
+    """Check the value of `--network` against the allowed networks, by default those of local processes."""
     known = allowed or (PRIVATE, HOST)
     if requested and requested not in known:
         raise UsageError(f"--network {requested!r} is not a network here{nearest(requested, known)}")
@@ -106,15 +106,15 @@ _WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")
 
 @dataclass(frozen=True)
 class Job:
-    """What is requested of a scheduler, as typed; empty leaves it to that.
+    """The request to a scheduler, as typed; an empty field leaves the choice to the scheduler.
 
     Attributes:
-        partition: of Slurm, or several, separated by commas.
+        partition: one or more Slurm partitions, separated by commas.
         time: the time limit, after which the job is queued again.
-        account: that it is charged to.
-        nodes: that its tasks are spread over.
-        gpus_per_task: GPUs of each task; only the chief and the workers use theirs.
-        constraint: on the nodes of a Swarm, in Docker's words, or several, separated by commas.
+        account: the account that is charged.
+        nodes: the number of nodes for the tasks.
+        gpus_per_task: the number of GPUs of each task; only the chief and the workers use theirs.
+        constraint: one or more constraints on a Swarm's nodes, in Docker's syntax, separated by commas.
     """
 
     partition: str = ""
@@ -127,11 +127,11 @@ class Job:
 
     @property
     def described(self) -> str:
-        """What is requested, as options."""
+        """The request as command-line options."""
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(self).items() if value)
 
     def check(self) -> None:
-        """Check that these are words for a scheduler, and not something else."""
+        """Check that the values are safe words for a scheduler; raise UsageError if not."""
         for option in ("partition", "account", "time"):
             if (value := getattr(self, option)) and not _WORD.fullmatch(value):
                 raise UsageError(f"--{option} {value!r}: expected a word as Slurm has it; see `sinfo` and `sacctmgr`")

@@ -1,15 +1,15 @@
-"""The supervisor of a local run: what an engine does for containers, done by one process.
+"""The supervisor of a local run: one process that does for local tasks what an engine does for containers.
 
     python -m cluster.host.runtime.supervisor RUN_DIR
 
-It starts an agent for every task listed in the run's `compose.json`, brings back an agent that was killed, and ends
-when all of them have. The kernel kills the agents and their programs if the supervisor dies.
+It starts an agent for every task listed in the run's `compose.json`, restarts agents that are killed, and ends when all
+of them have ended. The kernel kills the agents and their programs if the supervisor dies.
 
-Its parent, the keeper, makes sure that the run leaves no process behind. The kernel makes it the parent of every
-descendant whose own parent has ended, including daemons that began another session and cleared their environment. When
-the supervisor, at first its only child, ends for whatever reason, the keeper kills all that is left. Only what is
-started after the keeper was killed with SIGKILL can survive. It enters the run's own network first, if it has one, so
-all of them are in there.
+Its parent, the keeper, makes sure that the run leaves no process behind. The kernel makes the keeper the parent of
+every orphaned descendant, including daemons that began another session and cleared their environment. When the
+supervisor, initially the keeper's only child, ends for any reason, the keeper kills all remaining descendants. Only a
+process that is started after the keeper was killed with SIGKILL can survive. The keeper first enters the run's private
+network, if it has one, so that all its descendants are in it.
 """
 
 import contextlib
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
     from cluster.host.runtime.warm import EarlySupervisor
 
 SUPERVISOR_STOPPED_S = 8.0
-"""How long the supervisor may be stopped: until it continues, it brings back no agent."""
+"""After this long, a supervisor that a signal has stopped is continued: it restarts no agents while stopped."""
 KILL_TIMEOUT_S = 10.0
-"""Longest time for what is left to end; a process in an uninterruptible call to the kernel may take longer."""
+"""Longest wait for killed processes to end; a process in an uninterruptible system call may take longer."""
 
 
 def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
-    """Run a function in a child process; exit with its code once nothing that it started is left."""
+    """Run `work` in a child process; exit with the child's code once all of its descendants have ended."""
     processes.adopt_orphans()
     keeper = os.getpid()
     child = os.fork()
     if child == 0:
         processes.die_with_parent()
-        if os.getppid() != keeper:  # it died before the kernel could signal its death
+        if os.getppid() != keeper:  # the keeper died before `die_with_parent` took effect
             os._exit(128 + signal.SIGKILL)
         work()
         raise SystemExit(0)
@@ -69,7 +69,7 @@ def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
 
 
 def _reap_until(child: int) -> int:
-    """Return the exit code of the child, which is continued if a signal stops it; reap adopted processes until then."""
+    """Wait for the child, reap adopted processes, and continue the child if it is stopped; return its exit code."""
     recorded = processes.identity(child)
     while True:
         pid, status = os.waitpid(-1, os.WUNTRACED)
@@ -96,12 +96,12 @@ def _kill_the_rest() -> None:
 
 
 AGENT = "cluster.agent.agent"
-"""Imported once, by name because images have no supervisor: every agent is a fork of the supervisor."""
+"""The module that the supervisor imports once, to fork every agent. A name, since images have no `cluster.host`."""
 POLL_S = 0.05
 AGENT_STOPPED_S = 15.0
-"""An agent that a signal has kept stopped for longer is replaced. The other agents notice it a little earlier."""
+"""An agent that a signal has kept stopped for longer than this is replaced. The other agents notice a bit earlier."""
 START_S = 120.0
-"""Longest time until a live supervisor writes its first heartbeats: seconds at most, on an idle machine."""
+"""Timeout for a live supervisor's first heartbeats, which take a few seconds at most on an idle machine."""
 
 
 def command(run: RunFolder) -> list[str]:
@@ -110,7 +110,7 @@ def command(run: RunFolder) -> list[str]:
 
 
 def start_supervisor(run: RunFolder, early: "EarlySupervisor | None" = None) -> None:
-    """Start the run's supervisor in the background, in a separate session; `early` is one that waits for the run."""
+    """Start the run's supervisor in the background, in a separate session, or hand the run over to `early`."""
     owned = owner.create_owner(run, "local", early.token if early else "")
     with open_file(run.log("supervisor"), "ab") as log:
         if early:
@@ -128,7 +128,7 @@ def start_supervisor(run: RunFolder, early: "EarlySupervisor | None" = None) -> 
 
 
 def variables(how: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that are the same in every task: with them the supervisor imports for all of them."""
+    """Return the variables that all tasks have in common, with which the supervisor imports modules for all."""
     environments = [task["environment"].items() for task in how.get("tasks", {}).values()]
     same = dict(set(environments[0]).intersection(*environments[1:])) if environments else {}
     return process_variables(how.get("inherits", ())) | same
@@ -141,13 +141,13 @@ def is_running(run: RunFolder) -> bool:
 
 
 def processes_left(run: RunFolder, table: processes.ProcessTable | None = None) -> list[int]:
-    """Return the ids of the run's processes, in a look at all processes that several runs can share."""
+    """Return the ids of the run's processes; several calls can share one table of all processes."""
     owned = owner.read_owner(run)
     return owned.processes(table or processes.ProcessTable()) if owned else []
 
 
 def kill_run(run: RunFolder) -> int:
-    """Kill every process of the run; return how many there were."""
+    """Kill every process of the run; return their number."""
     owned = owner.read_owner(run)
     killed = processes.kill_all(owned.processes, f"run {run.name}") if owned else 0
     remove_abandoned()
@@ -155,7 +155,7 @@ def kill_run(run: RunFolder) -> int:
 
 
 class Supervisor:
-    """Starts the agents and brings back the ones that are killed."""
+    """Starts the agents and restarts those that are killed or fail."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
@@ -166,10 +166,10 @@ class Supervisor:
         self._stop_timers: dict[str, processes.StopTimer] = {}
         self._failures: dict[str, list[EndedAttempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
-        """When an agent is started, or started again that failed by itself."""
+        """When to start or restart each agent that does not run, by the monotonic clock."""
 
     def main(self) -> None:
-        """Return when every agent has ended for good."""
+        """Start and restart the agents until every one has ended for good."""
         signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop("supervisor"))
         importlib.import_module(AGENT)
         if self.preload and not fork_server.has_preloaded():
@@ -184,13 +184,13 @@ class Supervisor:
                     agent.send_signal(signal.SIGKILL)
             self._start_those_due()
             time.sleep(POLL_S)
-        # The chief's agent writes the summary, unless it was killed at the very end or this is not the run's end.
+        # The chief's agent has written the summary, unless it was killed at the very end or the run continues.
         if not self.run.load_summary() and not self.run.continues_elsewhere:
             self.run.end("failed", error="the agents ended without an outcome; see logs/")
             summary.write_summary(self.run, settle_s=0)
 
     def _preload(self) -> None:
-        """Import once what every task needs; its agent and its program are then copies of this process."""
+        """Import the modules of all tasks once; their agents and programs are then forks of this process."""
         spec = self.run.load_cluster()
         beats = [HeartbeatWriter(self.run, spec.task(name), self.run.generation) for name in self.tasks]
         for beat in beats:
@@ -220,7 +220,7 @@ class Supervisor:
             )
 
     def _act_on_exit(self, name: str, code: int) -> None:
-        """Bring back an agent that was killed or that failed by itself, unless it did so too often."""
+        """Schedule the restart of an agent that was killed or has failed, or fail the run after too many failures."""
         del self.agents[name]
         if code == 0:
             return
@@ -236,7 +236,7 @@ class Supervisor:
             self._due[name] = time.monotonic() + attempt_limits.pause_s(tried)
 
     def _start_those_due(self) -> None:
-        """Start again the agents whose time has come; once the run is over they have nothing more to do."""
+        """Start the agents whose back-off is over; none once the run has ended."""
         for name, due in list(self._due.items()):
             if self.run.outcome and self.run.load_summary():
                 del self._due[name]
@@ -248,7 +248,7 @@ class Supervisor:
 
 
 def main(run: RunFolder, *, in_network: bool = False) -> None:
-    """Be the first process of the run, which may be `in_network` already."""
+    """Run the keeper and the supervisor. `in_network`: whether this process is already in the run's network."""
     supervisor = Supervisor(run)
     if run.composed.get("network", HOST) == PRIVATE and not in_network:
         namespaces.enter()

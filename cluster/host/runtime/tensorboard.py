@@ -1,4 +1,4 @@
-"""TensorBoard, one for all runs of a folder: in its container, or as a local process."""
+"""TensorBoard, one for all runs of a folder, in a container or as a local process."""
 
 import os
 import sys
@@ -24,24 +24,24 @@ from cluster.system.waiting import wait_until
 AUTO = "auto"
 PORT = 6006
 FREE_PORTS = 100
-"""How many ports from `PORT` on are tried."""
+"""Number of ports to try, from `PORT`."""
 START_TIMEOUT_S = 60.0
 ANSWER_S = 1.0
-"""How long one request waits for an answer."""
+"""Timeout of a request."""
 POLL_S = 0.2
 PROGRAM = ROOT / "docker" / "board.py"
-"""What runs in the image, too."""
+"""The program of the process, and of the image."""
 PROCESS, CONTAINER = "local", "docker"
-"""What runs TensorBoard; `Runtime.board` names one."""
+"""The ways to run TensorBoard; `Runtime.board` is one of them."""
 
 
 def address(port: int) -> str:
-    """Return where a browser finds it."""
+    """Return TensorBoard's URL for a browser."""
     return f"http://127.0.0.1:{port}"
 
 
 def running_port(runs_dir: Path) -> int | None:
-    """Return the port of the TensorBoard that shows this folder of runs, or None where none runs."""
+    """Return the port of the running TensorBoard of a folder of runs; None if none runs."""
     record = _record(runs_dir)
     if record is None:
         return None
@@ -50,7 +50,7 @@ def running_port(runs_dir: Path) -> int | None:
 
 
 def port_problem(runs_dir: Path, port: int) -> str:
-    """Return why the port cannot be used; empty if it is free, or our own TensorBoard's."""
+    """Return why the port cannot be used; empty if it is free, or used by the folder's TensorBoard."""
     if running_port(runs_dir) != port:
         try:
             open_listener("127.0.0.1", port).close()
@@ -62,7 +62,7 @@ def port_problem(runs_dir: Path, port: int) -> str:
 
 
 def start_commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
-    """Return the commands of `start`, to be shown or pasted; none for a process, which is started without a shell."""
+    """Return the commands of `start`, to show or paste; none for a process, which is started without a shell."""
     if board == PROCESS:
         return []
     return [compose_services.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
@@ -77,13 +77,13 @@ def start(
     preferred: int | None = None,
     while_waiting: Callable[[], object] = lambda: None,
 ) -> int:
-    """Start TensorBoard unless it runs, wait until it answers and return its port: a named, `preferred` or free one."""
+    """Start TensorBoard unless it runs, and wait for its answer; return its port: `port`, `preferred` or a free one."""
     with claim.hold_claim(RunFolder(runs_dir / ".tensorboard"), "started", wait_s=START_TIMEOUT_S):
         other = running_port(runs_dir)
         if other is not None and port in (None, other):
             return other
         first = preferred or PORT
-        candidates = (first, *range(PORT, PORT + FREE_PORTS))  # where all are taken, the error says why the first is
+        candidates = (first, *range(PORT, PORT + FREE_PORTS))  # if all are taken, report the first
         port = port or next((number for number in candidates if not port_problem(runs_dir, number)), first)
         if problem := port_problem(runs_dir, port):
             raise PrerequisiteError(f"{problem}; choose another one: --port 6007, or leave it out")
@@ -91,7 +91,7 @@ def start(
             _stop(runs_dir, sh)
         record: dict[str, Any] = {"runtime": board, "port": port}
         if board == CONTAINER:
-            write_json(_record_path(runs_dir), record)  # before: what is left of a start that fails is ours, too
+            write_json(_record_path(runs_dir), record)  # first, for the leftovers of a failed start
             sh(compose_services.tensorboard_command(runs_dir, port, *compose_services.UP, "tensorboard"))
         else:
             record["process"] = processes.identity(_start_process(runs_dir, port))
@@ -101,7 +101,7 @@ def start(
 
 
 def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
-    """End our TensorBoard; return whether one ran."""
+    """End the TensorBoard of a folder of runs; return whether one was running."""
     if _record(runs_dir) is None:
         return False
     with claim.hold_claim(RunFolder(runs_dir / ".tensorboard"), "ended", wait_s=START_TIMEOUT_S):
@@ -134,7 +134,7 @@ class _Board(Record):
 
 
 def _record(runs_dir: Path) -> dict[str, Any] | None:
-    """Return the record of TensorBoard; None where none was started, or it is damaged."""
+    """Return the record of TensorBoard; None if none was started or the record is damaged."""
     record = records.read_record(_record_path(runs_dir), dictionary(_Board), None)
     return record if record and (record["runtime"] == CONTAINER or record["process"]) else None
 

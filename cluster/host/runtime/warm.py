@@ -1,14 +1,14 @@
-"""The process that imports before a local run's folder exists. A fork of it will be the run's supervisor.
+"""The warm process, which imports TensorFlow while `up` still prepares a local run; a fork becomes the supervisor.
 
     python -m cluster.host.runtime.warm        standard input is its connection to `up`
 
-Until then the fork starts the programs by which `up` calls the user's code, which would import the same. They have the
-machine's network; the supervisor enters the run's own one.
+Before it becomes the supervisor, the fork runs programs in which `up` calls the user's code, and which need the same
+imports. They are in the machine's network; the supervisor enters the run's private network.
 
-With `--keep-warm` the process stays, for the next `up` of this checkout. It listens on a socket in the user's runtime
-folder and forks a supervisor for each connection. It has imported and done nothing else, like every process that forks
-(`cluster/system/fork_server.py`). A fork refuses a run that it would not serve as a new process would: with other
-variables or limits, or after a change to what was imported (`cluster/system/loaded.py`).
+With `--keep-warm` the process stays for the next `up` of this checkout. It listens on a socket in the user's runtime
+folder and forks a supervisor for each connection. Like every process that forks (`cluster/system/fork_server.py`), it
+has only imported modules. A fork refuses a run for which a new process would behave differently: with other variables
+or limits, or after a change to the imported files (`cluster/system/loaded.py`).
 """
 
 import contextlib
@@ -45,27 +45,27 @@ from cluster.system.loaded import Loaded, circumstances, sha256_of
 from cluster.system.paths import ROOT
 
 OF_RUN = ("RUN_DIR", "TASK", "TF_CONFIG", owner.TOKEN)
-"""The variables that differ between runs which one process serves."""
+"""The variables that may differ between the runs of one warm process."""
 NO_TOKEN = "0" * 32
 HERE, IMPORTED = b"\0", b"\1"
 ANSWER_S = 1.0
-"""How long a process that stays may take to say that it is there, before another one imports instead."""
+"""Timeout for a kept process to answer a connection, before a new process is started instead."""
 CHECK_S = 5.0
-"""How long its fork may take to check whether it serves the run."""
+"""Timeout for its fork to check whether it can serve the run."""
 TICK_S = 1.0
 SOCKET = f"{hashlib.sha256(f'{ROOT}:{sys.executable}'.encode()).hexdigest()[:16]}.sock"
 
 
 class EarlySupervisor:
-    """The supervisor of a run whose folder does not exist yet: it imports until `start_supervisor` hands the run over.
+    """The future supervisor of a run whose folder does not exist yet; `start_supervisor` hands the run over to it.
 
-    Until then it ends with this process.
+    It imports in advance, and until the hand-over it ends with this process.
     """
 
     def __init__(
         self, run: RunFolder, how: Mapping[str, Any], config: Mapping[str, Any], strategy: str, keep_s: float = 0.0
     ) -> None:
-        """Take a process that has imported, or let one import, which stays for `keep_s` after its last run."""
+        """Connect to a kept warm process, or start one, which is kept for `keep_s` after its last run."""
         self._run, self.token, self.pid, self._imported = run, secrets.token_hex(16), 0, False
         environment = supervisor.variables(how) | {"RUN_DIR": str(run.path), owner.TOKEN: self.token}
         self._order: dict[str, Any] = {"preload": how["preload"], "network": how["network"], "keep_s": keep_s}
@@ -80,8 +80,8 @@ class EarlySupervisor:
         self._begin()
 
     def _begin(self) -> None:
-        """Let a new process import."""
-        end()  # it hangs, or what it imported is of no more use
+        """Start a new process, which imports."""
+        end()  # the kept process hangs, or its imports are outdated
         self._imported = False
         self._connection, theirs = socket.socketpair()
         environment = self._order["environment"]
@@ -95,7 +95,7 @@ class EarlySupervisor:
         self._tell(self._order)
 
     def call(self, command: Sequence[str], environment: Mapping[str, str]) -> user_code.Program:
-        """Start a program, once the imports are done, as a fork that has them; as a new process if that fails."""
+        """Start a program as a fork with the imports, once they are done; as a new process if that fails."""
         if not self._has_imported() and not self.process:
             self._begin()
         if self._has_imported():
@@ -104,7 +104,7 @@ class EarlySupervisor:
         return user_code.NewProcess(command, ROOT, environment)
 
     def serves(self, run: RunFolder) -> bool:
-        """Wait for its imports; return whether it waits for this run. Otherwise it is ended."""
+        """Wait for the imports; return whether the process is ready for this run. If not, end it."""
         if self._run == run and not self._is_ready() and not self.process:
             self._begin()
         if self._run == run and self._is_ready():
@@ -113,20 +113,20 @@ class EarlySupervisor:
         return False
 
     def end(self) -> None:
-        """End it, because it imported for another configuration or run."""
+        """End the process, which imported for another configuration or run."""
         self._connection.close()
         if self.process:
             self.process.kill()
             self.process.wait()
 
     def hand_over(self) -> None:
-        """Let it begin with the run, whose folder is complete."""
+        """Let the supervisor start the run, whose folder is now complete."""
         self._tell({})
         if self.process:
-            self.process.poll()  # it has ended, unless it stays
+            self.process.poll()  # the original process has ended, unless it is kept
 
     def _tell(self, what: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the wait for it notices
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which a later wait notices
             self._connection.sendall(json.dumps(what).encode() + b"\n")
 
     def _has_imported(self) -> bool:
@@ -136,7 +136,7 @@ class EarlySupervisor:
         return self._imported
 
     def _is_ready(self) -> bool:
-        """Let it be the supervisor, in the run's network; return whether it is."""
+        """Turn the process into the supervisor, in the run's network; return whether that worked."""
         if not self.pid and self._has_imported():
             with contextlib.suppress(OSError):
                 self._tell({})
@@ -145,7 +145,7 @@ class EarlySupervisor:
 
 
 def end() -> bool:
-    """End the process that stays for this checkout; return whether there was one."""
+    """End the kept process of this checkout; return whether there was one."""
     found = False
     with contextlib.suppress(OSError), _connect() as connection:
         (pid,) = struct.unpack("i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4))
@@ -157,7 +157,7 @@ def end() -> bool:
 
 
 def refusal() -> str:
-    """Return why no process can stay here, in words; empty if one can."""
+    """Return the reason why no process can be kept here; empty if one can."""
     try:
         with _folder():
             return ""
@@ -168,10 +168,10 @@ def refusal() -> str:
 
 @contextlib.contextmanager
 def _folder(*, create: bool = False) -> Iterator[int]:
-    """Open the folder of the sockets, which is nobody else's; its entries are reached by the descriptor.
+    """Open the folder of the sockets, which only this user can access; yield its descriptor, to address its entries.
 
     Raises:
-        OSError: there is none, or it is another user's, a link, or open to others.
+        OSError: the folder is missing, a link, owned by another user, or accessible to others.
     """
     named = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(named, "tf-cluster") if named else Path(tempfile.gettempdir(), f"tf-cluster-{os.geteuid()}")
@@ -188,32 +188,32 @@ def _folder(*, create: bool = False) -> Iterator[int]:
 
 
 def _connect() -> socket.socket:
-    """Connect to the process that stays; raise OSError where there is none."""
+    """Connect to the kept process of this checkout; raise OSError if there is none."""
     with _folder() as folder:
         status = os.stat(SOCKET, dir_fd=folder, follow_symlinks=False)
         if status.st_uid != os.geteuid() or status.st_mode != stat.S_IFSOCK | 0o700:
             raise PermissionError(f"{SOCKET} is not a socket that only you can use")
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(ANSWER_S)
-        connection.connect(f"/proc/self/fd/{folder}/{SOCKET}")  # its path may be longer than one of a socket
+        connection.connect(f"/proc/self/fd/{folder}/{SOCKET}")  # the full path may be too long for a socket
         return connection
 
 
 def own_code() -> list[Path]:
-    """Return the files and folders that are ours, or the user's, of all that the imports depend on."""
+    """Return the files and folders on which the imports depend, except installed packages."""
     keras = os.environ.get("KERAS_HOME") or (settings.home() or ROOT) / ".keras"
     return [ROOT / "cluster", ROOT / "train", ROOT / "requirements", Path(keras, "keras.json")]
 
 
 class Warm:
-    """What stays: it has imported what an order says, and forks a process for each connection."""
+    """The kept process: imports for an order, and forks a process for each connection."""
 
     def __init__(self, order: Mapping[str, Any], began: float) -> None:
         initial = dict(os.environ)
         _preload(order)
         imported = dict(os.environ)
         _set_variables(initial)
-        self._chosen = _preload(order)  # again, to know what the imports set besides
+        self._chosen = _preload(order)  # again, to distinguish variables that only the first imports set
         self._added = {name: imported[name] for name in imported if imported[name] != os.environ.get(name)}
         ctypes.CDLL(None).malloc_trim(0)
         self.loaded = Loaded(own_code(), order["code"], began)
@@ -221,11 +221,11 @@ class Warm:
         self.keep(order["keep_s"])
 
     def keep(self, seconds: float) -> None:
-        """Stay so long after the last run."""
+        """Set how long to stay after the last run."""
         self._keep_s[:] = struct.pack("d", seconds)
 
     def serve(self, first: socket.socket) -> socket.socket:
-        """Return in a fork for each connection, with that; in this process, exit once its time is over."""
+        """Fork for each connection and return it in the fork; this process never returns, and exits when it is over."""
         listener, new, forks = socket.socket(socket.AF_UNIX), [first], []
         if stays := self.loaded.certain and fork_server.has_preloaded():
             inode = _listen(listener)
@@ -243,26 +243,26 @@ class Warm:
             last = now if forks else last
             is_over = now - last > struct.unpack("d", self._keep_s)[0]
             if not stays or is_over or memory.is_short() or _inode() != inode:
-                os._exit(0)  # what was forked continues
+                os._exit(0)  # the forks continue
             ready, _, _ = select.select([listener], [], [], TICK_S)
             new = [listener.accept()[0]] if ready else []
 
     def check(self, order: Mapping[str, Any]) -> None:
-        """In a fork: raise SystemExit if a new process would import something else, or have other limits."""
+        """In a fork, raise SystemExit if a new process would import other files or have other limits."""
         if order["circumstances"] != circumstances() or not self.loaded.is_current():
             raise SystemExit(EXIT_FAILED)
         if order["keep_s"]:
             self.keep(order["keep_s"])
 
     def complete(self, chosen: Mapping[str, str]) -> None:
-        """In a fork with an order's variables: raise SystemExit if the imports had others; add what they set."""
+        """In a fork, raise SystemExit if the imports had other variables than `chosen`; set those the imports set."""
         if chosen != self._chosen:
             raise SystemExit(EXIT_FAILED)
         os.environ.update(self._added)
 
 
 def _listen(listener: socket.socket) -> int:
-    """Listen in the place of what stayed until now; return the socket's inode."""
+    """Listen on this checkout's socket, replacing the previous process; return the socket's inode."""
     with _folder(create=True) as folder:
         scratch, umask = f"{SOCKET}.{os.getpid()}", os.umask(0o077)
         listener.bind(f"/proc/self/fd/{folder}/{scratch}")
@@ -280,12 +280,12 @@ def _inode() -> int:
 
 
 def _preload(order: Mapping[str, Any]) -> dict[str, str]:
-    """Import what the tasks need; return the variables, without those of the run.
+    """Import the tasks' modules; return the resulting environment, without `OF_RUN`.
 
-    Which they are depends on the configuration, and whether these imports are the first.
+    The imports set variables, depending on the configuration and on whether they are the first.
     """
     importlib.import_module(supervisor.AGENT)
-    with contextlib.suppress(Exception):  # the next attempt is logged
+    with contextlib.suppress(Exception):  # the supervisor tries again and logs the error
         fork_server.preload(order["preload"], order["config"], order["strategy"])
     return {name: value for name, value in os.environ.items() if name not in OF_RUN}
 
@@ -296,7 +296,7 @@ def _set_variables(variables: Mapping[str, str]) -> None:
 
 
 def main() -> None:
-    """Import what the connection orders, and be the run's supervisor once it says that its folder is complete."""
+    """Import for the order on the connection, and become the run's supervisor once the run folder is complete."""
     began, first, warm = time.time(), socket.socket(fileno=os.dup(0)), None
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -1,1 +1,1 @@
-"""Runtimes whose tasks run where a scheduler places them: a Slurm site, a Docker Swarm."""
+"""Runtimes whose tasks are placed by a scheduler: Slurm and Docker Swarm."""

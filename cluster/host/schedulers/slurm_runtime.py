@@ -1,7 +1,7 @@
-"""The cluster as a job of a Slurm site: queued by `sbatch`, found by its name, ended by `scancel`.
+"""The runtime of Slurm jobs: queued by `sbatch`, found by name, ended by `scancel`.
 
-What the job runs on its nodes is `cluster/agent/schedulers/slurm.py`. Slurm's clients wait about 9 s for a controller
-that does not answer. So a question that failed is not asked again for a while, however many runs a command looks at.
+The job runs `cluster/agent/schedulers/slurm.py` on its nodes. Slurm's clients wait about 9 s for a controller that does
+not answer. So after a failure, Slurm is not queried again for a while, however many runs a command examines.
 """
 
 import hashlib
@@ -33,20 +33,20 @@ from cluster.system.waiting import wait_until
 
 ANSWER_S = 30.0
 CHECK_S = 5.0
-"""Longest wait for an answer that is only looked at: a client gives up after about 9 s."""
+"""Timeout of a query for `invoke doctor`: a client gives up only after about 9 s."""
 RETRY_S = 60.0
 NOT_INSTALLED = (126, 127)
-"""Exit codes of a command that is not there."""
+"""Exit codes of a command that is not installed or not executable."""
 IN_PROGRESS = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED"}
     | {"SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL"}
 )
-"""States of a job that runs, or is queued again at once, as after its preemption or the loss of a node."""
+"""States of a job that is running or queued, or will be queued again, as after preemption or the loss of a node."""
 IN_USE = frozenset({"idle", "allocated", "mixed", "completing", "planned", "reserved"})
-"""States of nodes that are not away."""
+"""States of available nodes."""
 UNAVAILABLE = "node configuration is not available"
 TEMPORARY = ("contact", "timed out", "temporarily", "busy")
-"""Parts of what Slurm complains of where nothing is wrong with the job."""
+"""Parts of Slurm's error messages about temporary problems, which are not due to the job."""
 
 
 class Queue:
@@ -54,12 +54,12 @@ class Queue:
 
     def __init__(self) -> None:
         self._failure: tuple[float, tuple[int, str, str]] | None = None
-        """When the controller failed to answer, and what its client returned."""
+        """The time of the last failed query, and its result."""
 
     def jobs(self, name: str = "", *, parts: bool = False) -> dict[str, str]:
-        """Return the names of this user's jobs that are in progress, by their numbers, all or those of a name.
+        """Return the names of this user's jobs in progress by job number, optionally only jobs called `name`.
 
-        With `parts` its parts are included, whose names begin with it and a dot.
+        With `parts`, this includes its replacement jobs, whose names begin with `name` and a dot.
         """
         words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j"]
         code, printed, complained = self._ask([*words, *([f"--name={name}"] if name and not parts else [])])
@@ -72,7 +72,7 @@ class Queue:
         return found
 
     def describe(self, run: RunFolder) -> str:
-        """Return the state of a run's newest job in a line; empty while it runs, or where the controller knows none.
+        """Return the state of a run's newest job as a line; empty while the job runs, or if the controller has none.
 
         The controller forgets a job some minutes after its end.
         """
@@ -96,17 +96,17 @@ class Queue:
         )
 
     def nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
-        """Return the exit code of `sinfo`, a line for each state of nodes, and the errors that it printed."""
+        """Return the exit code of `sinfo`, its output, a line for each state of nodes, and its errors."""
         return self._ask(["sinfo", "--noheader", "--format=%D %T"], timeout_s)
 
     def refusal(self, options: Sequence[str]) -> str:
-        """Return why Slurm would never take a job with these options; empty where it would, perhaps later."""
+        """Return why Slurm would never accept a job with these options; empty if it would, now or later."""
         code, _, complained = processes.run(["sbatch", "--test-only", *options, "--wrap=true"], ANSWER_S)
         why = last_output_line(complained).removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
         if not code or any(word in why for word in TEMPORARY):
             return ""
         if UNAVAILABLE in why and any(line.split()[-1] not in IN_USE for line in self.nodes()[1].splitlines()):
-            return ""  # a node that is down may be what is missing
+            return ""  # the missing resource may be a node that is down
         return why
 
     def _ask(self, command: list[str], timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
@@ -118,13 +118,13 @@ class Queue:
 
 
 SAVE_S = 120
-"""How long before the end of its time a job begins to save: longer than any task takes to save and end."""
+"""How long before its time limit a job begins to save: longer than any task takes to save and end."""
 LEAVE_S = 60
-"""How long the other tasks get once the first has ended, before Slurm ends them."""
+"""How long the other tasks may run once the first has ended, before Slurm ends them."""
 
 
 def batch_script(work: Workload) -> str:
-    """Return the batch script of a run; where its tasks will be is not known yet."""
+    """Return the batch script of a run, whose nodes are not known yet."""
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
     exports = (f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(work).items()))
     values = {
@@ -191,13 +191,13 @@ class SlurmFaults(FaultInjector):
             )
 
     def _place(self, task: str) -> TaskAddress | None:
-        """Return where a task was last; a replacement of it is in another job."""
+        """Return the last address of a task, which may be a replacement in another job."""
         attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
         return records.read_record(attempts[-1], TaskAddress.from_json) if attempts else None
 
 
 END_S = 90.0
-"""Longest wait for a job to be gone after `scancel`: Slurm gives its tasks KillWait, 30 s, before it kills them."""
+"""Timeout for a job to end after `scancel`: Slurm waits for KillWait, by default 30 s, before it kills tasks."""
 POLL_S = 0.5
 
 
@@ -245,7 +245,7 @@ class Slurm(ScheduledRuntime):
         return {"runtime": self.name, "script": batch_script(work)}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # another job
-        """Check that Slurm would take the job; it knows which nodes have what that requests."""
+        """Check that Slurm would accept the job, according to Slurm itself; raise UsageError if not."""
         if why := self._queue.refusal(sbatch_options(work)):
             raise UsageError(
                 f"{work.job.described or 'the job'}: Slurm refuses it: {why}; `sinfo --long` shows what it has"
@@ -283,18 +283,18 @@ class Slurm(ScheduledRuntime):
 
 
 def job_name(run: RunFolder) -> str:
-    """Return the name of the run's job: readable, and another one for each run folder that a user has."""
+    """Return the name of the run's job: readable, and unique for each run folder of a user."""
     return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 
 
 def _sbatch(work: Workload) -> str:
-    """Return the command that queues a batch script, with the variables whose values are in no file of the run."""
+    """Return the command that queues a batch script, exporting the variables whose values are not stored in the run."""
     names = work.payload.caller_variables
     return f"sbatch --export={','.join(names)}" if names else "sbatch"
 
 
 def _environment(work: Workload) -> dict[str, str]:
-    """Return the variables of every task: nothing of the node that it will be on is known yet."""
+    """Return the variables that all tasks share, whose nodes are not known yet."""
     payload = work.payload
     more = payload.environment(work.cluster, payload.local_path())
     given = {name: value for name, value in more.items() if value is not None}

@@ -1,11 +1,11 @@
-"""The cluster as a stack of a Docker Swarm: a service for each task, on whichever hosts the Swarm has.
+"""The runtime of Docker Swarm stacks: a service for each task, on hosts that the Swarm chooses.
 
-The engine that Docker's client talks to (DOCKER_HOST) must be a manager's. What runs is always a command that `--dry`
-prints and one can paste; `docker stack deploy` reads the stack from the run's `compose.json`. What runs first in each
-container is `cluster/agent/schedulers/service.py`.
+The engine of Docker's client (DOCKER_HOST) must be that of a manager. Everything runs by commands that `--dry` prints,
+to paste; `docker stack deploy` reads the stack from the run's `compose.json`. The first process of each container is
+`cluster/agent/schedulers/service.py`.
 
-A service has the settings of Compose's, but for those that it cannot have: `security_opt` (set `no-new-privileges` in
-each engine's daemon.json) and a limit of swap. `swarm_stack.yaml` holds what is the same for every task.
+A service has the settings of a Compose service, except those that a Swarm does not support: `security_opt` (set
+`no-new-privileges` in each engine's daemon.json) and a swap limit. `swarm_stack.yaml` has the part common to all tasks.
 """
 
 import json
@@ -36,9 +36,9 @@ from cluster.system.messages import last_output_line
 from cluster.system.waiting import wait_until
 
 ENGINE_LABEL = "tf-cluster.engine"
-"""The label of a node with the address of its engine, such as ssh://host, as `docker --host` takes it."""
+"""The label of a node with its engine's address for `docker --host`, such as ssh://host."""
 GPU = "NVIDIA-GPU"
-"""What engines call their GPUs in `node-generic-resources`, as in NVIDIA's and Docker's documentation."""
+"""The name of GPUs in the engines' `node-generic-resources`, as in NVIDIA's and Docker's documentation."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class SwarmNode:
     """A host of the Swarm.
 
     Attributes:
-        name: its host name.
-        is_manager: whether its engine is the one that commands talk to.
+        name: the host name.
+        is_manager: whether its engine is the one to which commands are sent.
         engine: where its engine is reached; empty where its label does not say.
         obstacle: what keeps it from taking tasks, such as `down` or `drain`; empty where nothing does.
     """
@@ -85,18 +85,18 @@ def ask_manager(*words: str) -> str:
 
 @dataclass(frozen=True)
 class PlacedTask:
-    """A task of a stack, as the Swarm sees it."""
+    """A task of a stack, as reported by the Swarm."""
 
     service: str
-    """Whose it is, without the stack's name."""
+    """The name of the task's service, without the stack's name."""
     state: str
-    """Such as `running`, `rejected` or `complete`."""
+    """The Swarm's state, such as `running`, `rejected` or `complete`."""
     node: str
     error: str
 
 
 def stack_tasks(stack: str, *states: str) -> list[PlacedTask]:
-    """Return the tasks of a stack that are to be in one of these states; all of them if none is named."""
+    """Return the tasks of a stack whose desired state is one of `states`, by default all."""
     filters = [word for state in states for word in ("--filter", f"desired-state={state}")]
     text = ask_manager("stack", "ps", "--no-trunc", "--format", "{{json .}}", *filters, stack)
     tasks = []
@@ -112,7 +112,7 @@ def stack_parts(what: str, stack: str) -> list[str]:
 
 
 def carry_commands(image: str) -> tuple[list[str], list[str]]:
-    """Return the commands that bring an image to hosts that lack it, and the hosts whose engines are not known."""
+    """Return the commands that copy an image to hosts that lack it, and the hosts whose engines are unknown."""
     here = engine.ask("image", "inspect", "--format={{.Id}}", image)[1]
     commands, unknown = [], []
     for node in list_nodes():
@@ -127,20 +127,20 @@ def carry_commands(image: str) -> tuple[list[str], list[str]]:
 
 
 FORMAT = "3.13"
-"""The newest that `docker stack deploy` reads."""
+"""The newest format that `docker stack deploy` supports."""
 WAIT_S = "300"
-"""How long tasks wait for the others: a Swarm notices after 15 s that a host is gone."""
+"""The timeout of the rendezvous: a Swarm notices the loss of a host only after 15 s."""
 SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
 
 
 def stack_name(run_dir: Any) -> str:
-    """Return the name of a run's stack: that of its Compose project, short enough for the names of services."""
+    """Return the name of a run's stack: the run's Compose project, shortened for the names of services."""
     project = compose_services.project(run_dir)
     return f"{project[:-9][:40].rstrip('-_')}{project[-9:]}"
 
 
 def secret_name(stack: str, variable: str) -> str:
-    """Return the name in the Swarm of the secret with a variable's value."""
+    """Return the Swarm's name of the secret that has a variable's value."""
     return f"{stack}-{variable}"
 
 
@@ -167,7 +167,7 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
     gpus = int(job.gpus_per_task or 0) if task.role in (Role.CHIEF, Role.WORKER) else 0
     service = compose_services.describe_task(work, task)
     environment = service["environment"]
-    for name in secrets:  # the Swarm keeps their values
+    for name in secrets:  # the Swarm stores their values
         del environment[name]
     if not settings.is_set("RENDEZVOUS_TIMEOUT_S"):
         environment["RENDEZVOUS_TIMEOUT_S"] = WAIT_S
@@ -191,7 +191,7 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
 
 
 def constraints(job: Job) -> list[str]:
-    """Return which nodes take tasks, in Docker's words."""
+    """Return the placement constraints of a job, in Docker's syntax."""
     return [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
 
 
@@ -208,16 +208,16 @@ def _service_resources(work: Workload, gpus: int) -> dict[str, Any]:
 
 
 def _scratch(work: Workload, *, with_gpus: bool) -> list[dict[str, Any]]:
-    """Return the folders in memory that a task may write; a script's /tmp is a folder of the run."""
+    """Return the tmpfs mounts of a task; a script's /tmp is a folder of the run instead."""
     folder = "/var/tmp" if work.payload.script else "/tmp"  # noqa: S108
     found = [{"type": "tmpfs", "target": folder, "tmpfs": {"size": SCRATCH_BYTES}}]
-    if with_gpus:  # the engine's 64 MB are too few for NCCL's buffers
+    if with_gpus:  # the engine's default of 64 MB is too small for NCCL's buffers
         found.append({"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": SHM_BYTES}})  # noqa: S108
     return found
 
 
 class SwarmFaults(ContainerFaults):
-    """Disturbs the containers of a stack."""
+    """Injects faults into the containers of a stack."""
 
     storm = frozenset({"kill", "pause", "slow", "corrupt"})
     refusals = MappingProxyType(
@@ -250,11 +250,11 @@ class SwarmFaults(ContainerFaults):
 
 
 START_S = 60.0
-"""How long the Swarm gets to place and start every task before the command returns."""
+"""How long a command waits for the Swarm to place and start every task."""
 UNPLACED_S = 20.0
-"""How long a task may be without a host before that is an error: a Swarm decides in a second, and tries again."""
+"""After this long a task without a host is an error: a Swarm decides within a second, and retries."""
 END_S = 90.0
-"""Longest wait for a stack to be gone, whose tasks get 60 s to save."""
+"""Timeout for a stack to end, whose tasks get 60 s to save."""
 POLL_S = 0.5
 
 
@@ -307,8 +307,8 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     def describe(self, work: Workload) -> dict[str, Any]:
         return render_stack(work)
 
-    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm places by what is free
-        """Check that a host takes tasks at all; which one has what they reserve, only the Swarm can say."""
+    def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm checks the free resources
+        """Check that any host accepts tasks; only the Swarm knows which hosts have the reserved resources."""
         if all(node.obstacle for node in list_nodes()):
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
 
@@ -332,7 +332,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         return [*build, *carry_commands(images.train_image(work.accelerator))[0], *deploy]
 
     def start(self, work: Workload, sh: Shell) -> None:
-        """Deploy the stack, and see every task placed."""
+        """Deploy the stack, and wait until every task is placed."""
         super().start(work, sh)
         _await_places(stack_name(work.run.path), {task.name for task in work.cluster.tasks})
 
@@ -343,7 +343,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         for variable in work.payload.caller_variables:
             words = ["docker", "secret", "create", label, secret_name(name, variable), "-"]
             create.append(f'printf %s "${variable}" | {shlex.join(words)}')
-        # A name that is not resolved means the same image on every host, which it was carried to or pulls by itself.
+        # Without resolution, every host uses the image of this name, which was copied there or which it pulls.
         options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]
         return [*create, shlex.join(["docker", "stack", "deploy", *options, name])]
 
@@ -367,14 +367,14 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         name = stack_name(run.path)
         if name in self.scheduled():
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
-        for secret in stack_parts("secret", name):  # of a start that failed before it deployed
+        for secret in stack_parts("secret", name):  # left by a start that failed before the deployment
             sh(shlex.join(["docker", "secret", "rm", secret]))
         if not wait_until(lambda: not stack_parts("network", name), END_S, POLL_S):
             raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
 
 
 def _await_places(name: str, expected: Collection[str]) -> None:
-    """Return once every task has a host that starts it, or after `START_S`."""
+    """Wait until every task has a host that starts it, or for `START_S`."""
     began = time.monotonic()
     while (passed_s := time.monotonic() - began) < START_S:
         placed = set()

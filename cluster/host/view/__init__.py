@@ -1,1 +1,1 @@
-"""What is shown in a terminal: the status of a run, its live view, its end, its logs; plans and findings."""
+"""Output for a terminal: the status of a run, its live view, its result and its logs; tables and signals."""

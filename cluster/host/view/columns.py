@@ -1,4 +1,4 @@
-"""Text for a terminal: aligned columns, values as a line of blocks, and no control characters."""
+"""Text for a terminal: aligned columns, sparklines, and escaped control characters."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -10,14 +10,14 @@ from cluster.system.terminal import WIDE, fit, terminal_width
 P = ParamSpec("P")
 T = TypeVar("T")
 MIN_ROOM = 30
-"""A last column narrower than this is shown below its row instead."""
+"""If the last column has less room than this, its cells are printed below their rows."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def columns(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), width: int | None = None) -> list[str]:
-    """Return rows as lines of aligned columns; where they do not fit, the last one is wrapped, or below its row.
+    """Format rows as aligned columns; if they are too wide, wrap the last column or print it below its row.
 
-    Control characters are made harmless. The columns with the indices `right` are aligned to the right, as numbers are.
+    Control characters are escaped. The columns with the indices `right` are right-aligned, for numbers.
     """
     width = terminal_width() if width is None else width
     cells = [[plain(str(cell)) for cell in row] for row in rows]
@@ -53,7 +53,7 @@ def chosen_columns(
     spare: Sequence[str],
     width: int | None = None,
 ) -> list[str]:
-    """Return a table without the columns that do not fit: those named in `spare` are left out, in this order."""
+    """Format a table that fits the width, if necessary without the columns in `spare`, dropped in this order."""
     width = terminal_width() if width is None else width
     cells = [names, *rows]
     kept = list(names)
@@ -68,12 +68,12 @@ def chosen_columns(
 
 
 def cell(value: object, form: str = "{}") -> str:
-    """Return a value as a table shows it: a dash where nothing is known."""
+    """Format the value of a table's cell; a dash for None or an empty string."""
     return "-" if value is None or value == "" else form.format(value)
 
 
 def plain_lines(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
-    """Escape what a terminal would obey in a function's lines, which may come from tasks' programs, and fit them."""
+    """Decorator that escapes control characters in a function's lines, which may be untrusted, and wraps the lines."""
 
     @functools.wraps(lines)
     def wrapped(*arguments: P.args, **options: P.kwargs) -> list[str]:
@@ -83,7 +83,7 @@ def plain_lines(lines: Callable[P, list[str]]) -> Callable[P, list[str]]:
 
 
 def thinned(values: Iterable[T], most: int) -> list[T]:
-    """Return at most `most` values, evenly spaced, with the last."""
+    """Return at most `most` evenly spaced values, including the last."""
     values = list(values)
     if len(values) <= most:
         return values
@@ -92,7 +92,7 @@ def thinned(values: Iterable[T], most: int) -> list[T]:
 
 
 def sparkline(values: Iterable[float], width: int = 24) -> str:
-    """Return values as a line of blocks, such as `█▆▃▂▁`; empty for fewer than two."""
+    """Format values as a sparkline such as `█▆▃▂▁`; empty for fewer than two values."""
     shown = thinned(values, width)
     if len(shown) < 2:
         return ""

@@ -1,7 +1,7 @@
-"""Signals to a command that watches a run.
+"""Signal handling of a command that watches a run.
 
-SIGTERM acts like Ctrl-C. SIGHUP, sent when the terminal closes, is only noted: the run continues unwatched, like one
-started with `--detach`. A signal that the caller ignores, as `nohup` does, stays ignored.
+SIGTERM acts like Ctrl-C. SIGHUP, sent when the terminal closes, only ends the watching: the run continues, as with
+`--detach`. A signal that is already ignored, for instance because of `nohup`, stays ignored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _hung_up = threading.Event()
 
 
 class HungUp(BaseException):
-    """The terminal that showed the run is gone."""
+    """The command's terminal was closed."""
 
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C, and note SIGHUP for `raise_if_hung_up`."""
+    """Context manager that handles SIGTERM like Ctrl-C, and records SIGHUP for `raise_if_hung_up`."""
     _hung_up.clear()
     terminals = [number for number in (1, 2) if os.isatty(number)]
 
@@ -43,14 +43,14 @@ def handled() -> Iterator[None]:
 
 
 def raise_if_hung_up() -> None:
-    """Raise `HungUp` if the terminal is gone."""
+    """Raise `HungUp` if SIGHUP was received."""
     if _hung_up.is_set():
         raise HungUp
 
 
 @contextlib.contextmanager
 def ignored(doing: str) -> Iterator[None]:
-    """Protect a bounded operation from interrupts; each prints what is being done."""
+    """Context manager that protects a short operation from interrupts, each of which prints a request to wait."""
 
     def answer(_number: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ def ignored(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers(handlers: dict[signal.Signals, signal._HANDLER]) -> Iterator[None]:
-    """Set the handlers of signals that are not ignored. Only the main thread may, so others do nothing."""
+    """Context manager that sets handlers of signals that are not ignored; without effect outside the main thread."""
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():

@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 MAX_LOSSES = 2000
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-"""Of the tasks' names in a terminal: a task has the same in every call."""
+"""The ANSI colours of task names in `logs`, by position."""
 NOISE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog"
     r"|(\S+ \S+: )?I(\d{4})? .*\.cc:\d+\]|To enable the following instructions: "
     r"|.*Unable to register cu(FFT|DNN|BLAS) factory"
 )
-"""Lines that TensorFlow prints when it starts, whatever it runs: information, not the program's warnings."""
+"""Informational lines that TensorFlow always prints at its start."""
 _STYLED = re.compile(r"(\x1b\[[0-9;]*m|\t)")
 
 
 class Live:
-    """Shows a run while it trains: a table that redraws itself in a terminal, otherwise a line when there is news.
+    """Context manager that shows a run while it trains: a live table in a terminal, otherwise a line for each change.
 
-    Without a terminal it also shows what the chief prints, if it gets the run.
+    With `run` and without a terminal, it also prints the chief's output.
 
-    What is drawn goes with the end of the `with` block, or with `clear`, so that a line can follow.
+    The table is removed at the end of the `with` block, or by `clear`, so that other lines can follow.
     """
 
     LINE_EVERY_S = 5.0
 
     def __init__(self, run: RunFolder | None = None) -> None:
         self._output = LogReader(run.log("chief")) if run else None
-        if run and self._output and run.generation:  # resumed: it has printed before
+        if run and self._output and run.generation:  # a resumed run: skip earlier output
             list(self._output.lines(ended=False))
         self._console: Console | None = None
         self._screen: Screen | None = None
@@ -102,7 +102,7 @@ class Live:
         from rich.text import Text
 
         if self._screen is None:
-            # Nothing else is redirected: commands that run at the same time print by themselves.
+            # Without redirection, since subprocesses print directly to the terminal.
             self._screen = Screen(
                 console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
             )
@@ -110,17 +110,17 @@ class Live:
         self._screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
 
     def clear(self) -> None:
-        """Take the table off the terminal."""
+        """Remove the table from the terminal."""
         if self._screen:
             self._screen.stop()
             self._screen = None
 
 
 def new_lines(reader: LogReader, *, ended: bool, terminal: bool, styled: bool = False) -> Iterator[str]:
-    """Yield the lines that a program has printed since the last call, each as a terminal shows it in the end.
+    """Yield the lines that a program has printed since the last call, each in its final state on a terminal.
 
-    Once it has ended, the last line may lack its end. Lines for a terminal are without TensorFlow's start-up messages,
-    and harmless; `styled` keeps their colours.
+    Once the program has `ended`, this includes an unfinished last line. For a terminal, TensorFlow's start-up messages
+    are dropped and control characters escaped; `styled` keeps colours.
     """
     for printed in reader.lines(ended=ended):
         line = render_line(printed.decode(errors="replace"), styled=styled)
@@ -133,10 +133,10 @@ def new_lines(reader: LogReader, *, ended: bool, terminal: bool, styled: bool = 
 def print_logs(
     run: RunFolder, names: list[str], *, follow: bool, last: int | None = None, since: float | None = None
 ) -> None:
-    """Print what some tasks' programs printed, each line behind its task's name where there are several.
+    """Print the output of some tasks' programs, with the task's name before each line if there are several tasks.
 
-    It begins with the `last` lines of each, or with all, and at the time `since`. Progress bars are shown in their last
-    state. In a terminal colours are kept and TensorFlow's start-up messages left out.
+    The output begins at the time `since`, and with the `last` lines of each task; None for no such limit. Progress bars
+    are printed in their last state. In a terminal, colours are kept and TensorFlow's start-up messages dropped.
     """
     terminal = sys.stdout.isatty()
     coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -146,7 +146,7 @@ def print_logs(
         for reader in readers.values():
             reader.skip_until(since)
     while True:
-        # Before reading: what was printed until then is still shown.
+        # Before reading, so that all output up to the end is printed.
         ended = not follow or run.load_summary() is not None
         for at, (name, reader) in enumerate(readers.items()):
             head = f"{name:<{width}} |"

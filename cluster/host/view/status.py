@@ -1,4 +1,4 @@
-"""The status of a run, as `--json` shows it and as a table, and how it ended."""
+"""The status of a run, for `--json` and as a table, and its result."""
 
 import contextlib
 import re
@@ -25,10 +25,10 @@ METRIC = re.compile(r"(\w+): (-?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?!\S)")
 def read_status(
     run: RunFolder, beats: dict[str, Heartbeat] | None = None, *, with_board: bool = True
 ) -> dict[str, Any]:
-    """Return the run's status, as `invoke status --json` shows it; raise DamagedError without its description.
+    """Return the run's status, the output of `invoke status --json`; raise DamagedError without valid run records.
 
-    `beats` are its heartbeats as a watcher sees them, with the state of silent tasks replaced; else they are read. To
-    look for TensorBoard may need a call of the engine.
+    `beats` are the heartbeats of a watcher, with the state `lost` for silent tasks; by default they are read here. With
+    `with_board`, the status has TensorBoard's address, which may require a call of the engine.
     """
     spec, config = run.load_cluster(), run.load_config()
     beats = read_live_heartbeats(run) if beats is None else beats
@@ -74,7 +74,7 @@ def _logged_metrics(line: str) -> dict[str, float]:
 
 
 def chief_loss(value: dict[str, Any]) -> float | None:
-    """Return the loss in the heartbeat of the chief."""
+    """Return the loss in the chief's heartbeat."""
     return next((beat["loss"] for beat in value["tasks"] if beat["task"] == "chief"), None)
 
 
@@ -84,7 +84,7 @@ def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
     )
     ledgers = (ledger for ledger in read if ledger)
     for saved in reversed(run.saved_steps):
-        with contextlib.suppress(FileNotFoundError):  # a newer one has just pushed it out
+        with contextlib.suppress(FileNotFoundError):  # just deleted in favour of a newer one
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
             return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(ledgers)}
     return None
@@ -100,7 +100,7 @@ def _last_event(run: RunFolder) -> dict[str, Any] | None:
 
 @plain_lines
 def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> list[str]:
-    """Return a status and the chief's losses so far as the lines of a screen: progress, then a row for each task."""
+    """Format a status and the chief's losses for the live view: the progress, then a row for each task."""
     if value["script"]:
         return _script_table(value)
     head = progress(value | {"checkpoint": None, "tasks": []})
@@ -138,14 +138,14 @@ def _passed(seconds: float) -> str:
 
 @plain_lines
 def status_table(value: dict[str, Any]) -> list[str]:
-    """Return a status as lines of text."""
+    """Format a status as lines of text."""
     if value["script"]:
         return _script_table(value)
     return [_head(value), progress(value | {"checkpoint": None}), *_saved(value), *_task_table(value)]
 
 
 _STATE = f"{'STATE':<{max(map(len, TaskState))}}"
-"""As wide as the longest state, so that columns stay where they are when a state changes."""
+"""The heading, as wide as the longest state, so that columns do not move when a state changes."""
 _NAMES = ("TASK", _STATE, "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT")
 _SPARE = ("AGE", "INPUT", "BUSY", "MS/STEP", "RESTARTS", "EXAMPLES/S")
 
@@ -177,7 +177,7 @@ def _script_table(value: dict[str, Any]) -> list[str]:
     for beat in value["tasks"]:
         rows.append((beat["task"], beat["state"], cell(beat.get("exit_code")), beat["restarts"], _age(beat)))
     lines += columns([names, *rows], right=range(2, len(names)))
-    # The newest line of each task; a long one keeps its end, where progress bars have their figures.
+    # The newest line of each task. A long line keeps its end, where progress bars have their figures.
     printed = value.get("printed", {})
     room = terminal_width() - max(map(len, printed), default=0) - 2
     newest = [(name, shortened(plain(line), max(room, MIN_ROOM))) for name, line in printed.items() if line]
@@ -189,7 +189,7 @@ def _age(beat: dict[str, Any]) -> str:
 
 
 def progress(value: dict[str, Any]) -> str:
-    """Return a status' progress in one line."""
+    """Format the progress in a status as one line."""
     if value["script"]:
         return value.get("queued") or f"{value['script']} runs"
     total = f"/{value['steps_total']}" if value["steps_total"] else ""
@@ -216,7 +216,7 @@ SHOWN_CHANGES = 5
 
 @plain_lines
 def ended_lines(run: RunFolder) -> list[str]:
-    """Return the last lines of a run that has a summary: how it ended, where it is, what to do next."""
+    """Return the final lines about a run with a summary: its result, its folder, and the next commands."""
     summary = records.read_record(run.summary, Summary.from_json)
     port, shown_path = tensorboard.running_port(run.path.parent), short_path(run.path)
     lines = []
@@ -247,7 +247,7 @@ def ended_lines(run: RunFolder) -> list[str]:
 
 
 def _next_commands(run: RunFolder, state: str) -> list[str]:
-    """Return the hints about next commands; a long command has a separate line, to be copied."""
+    """Return hints about the next commands; a long command is on a separate line, for copying."""
     resume = f"{COMMAND} up --resume {run.name}"
     if state == "stopped":
         return [resume]
