@@ -192,7 +192,7 @@ def parse_age(text: str, option: str = "older") -> float:
     """Return an age such as `7d`, `12h`, `30m` or `2w` in seconds."""
     match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
     if not match:
-        raise UsageError(f"--{option} {text!r}: expected a number with s, m, h, d or w behind it, such as 7d")
+        raise UsageError(f"--{option} {text!r}: expected a number followed by s, m, h, d or w, such as 7d")
     return float(match[1]) * UNITS[match[2]]
 
 

@@ -245,8 +245,8 @@ NOT_RENDERED = (
 )
 """Options about the machine of `up`, or that need code which is not in the image."""
 WARNING = (
-    "warning: TensorFlow's servers ask for no password, and only a network plugin that enforces network policies keeps "
-    "others from them: see docs/guides/kubernetes.md"
+    "warning: TensorFlow's servers have no authentication, and only a network plugin that enforces network policies "
+    "keeps others from them: see docs/guides/kubernetes.md"
 )
 
 

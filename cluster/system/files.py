@@ -239,7 +239,7 @@ def files_sha256(folder: Path, names: Iterable[str], begin: bytes = b"") -> str:
 
 
 def _refused(path: Path) -> LinkError:
-    return LinkError(errno.ELOOP, "a link or no regular file, and it is not followed", str(path))
+    return LinkError(errno.ELOOP, "a link or a special file, which is not opened", str(path))
 
 
 PREFIX = "tf-cluster-tmp-"

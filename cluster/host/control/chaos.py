@@ -112,7 +112,7 @@ class FaultCost:
         if self.ended:
             return f"the run {self.ended} {self.resumed_s:.1f} s later"
         if self.detected_s is None:
-            return f"nothing had to be started again; a new step {self.resumed_s:.2f} s later"
+            return f"no restart; a new step {self.resumed_s:.2f} s later"
         if self.script_started_s is not None:
             return (
                 f"noticed after {self.detected_s:.2f} s, the script's process started again after "
@@ -271,7 +271,7 @@ def run_storm(
         print_lines(f"the run {ended.state} after {len(results)} of {counted(count, 'fault')}{why}")
     elif len(results) < count:
         print_lines(
-            f"the run had no room for {count} faults: train for longer (-- --max-steps), or request fewer (--faults)"
+            f"the run ended before {count} faults: train for longer (-- --max-steps), or request fewer (--faults)"
         )
     well = ended.state == "succeeded" and len(results) == count and reference.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED

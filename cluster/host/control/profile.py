@@ -82,7 +82,7 @@ def _check_task(run: RunFolder, name: str) -> None:
             f"run {run.name!r} has ended, so nothing trains in it; `{COMMAND} up --resume {run.name}` continues it"
         )
     if spec.serves(task):
-        raise UsageError(f"{name} takes no steps itself, it runs those that the chief sends; `{COMMAND} profile chief`")
+        raise UsageError(f"{name} only runs functions that the chief sends; `{COMMAND} profile chief`")
     if task.role == Role.EVALUATOR:
         raise UsageError(f"{name} takes no training steps; name one that does: `{COMMAND} profile chief`")
     if spec.kind.served and run.load_config().get("loop") == "fit":

@@ -111,7 +111,7 @@ class Plan(Workload):
             return []
         least = counted(self.elastic["min_workers"], "worker")
         back = "join at the next checkpoint" if self.elastic["grow"] else f"wait for `{COMMAND} scale`"
-        notes = [f"continues with {least} or more, without those that miss the rendezvous; returning ones {back}"]
+        notes = [f"continues with {least} or more; those that miss the rendezvous are left out; returning ones {back}"]
         if not self.config.get("bitwise_elastic"):
             notes.append("another number of workers sums in another order, which changes bits; see --bitwise-elastic")
         return notes

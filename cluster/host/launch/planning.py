@@ -132,7 +132,7 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
         raise UsageError(f"--gpus {typed.gpus} with {runtime.tasks}: say how many each gets, with --gpus-per-task")
     for name in (field.name for field in fields(Job) if field.name not in runtime.job_options):
         if value := getattr(typed, name):
-            raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}: they have no such; leave it out")
+            raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}, which do not have it; leave it out")
     requested = {name: str(getattr(request, name) or "") for name in runtime.job_options}
     job = Job(**requested)
     job.check()

@@ -123,7 +123,7 @@ class Runtime(ABC):
         resources.check_network(requested)
         if requested == resources.HOST:
             raise UsageError(
-                f"--network {requested} with {self.tasks}: theirs is their own; add --runtime local, or leave it out"
+                f"--network {requested} with {self.tasks}: they always have a private network; leave it out"
             )
         return Network(resources.PRIVATE, requested or previous)
 

@@ -109,7 +109,7 @@ class LocalProcesses(Runtime):
             room = Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
         network = Finding("task network", "ok", "local tasks get a private one")
         if refused := namespaces.refusal():
-            detail = f"local tasks are in this machine's own, for everybody to reach: {refused.why}"
+            detail = f"local tasks share this machine's network, for everybody to reach: {refused.why}"
             network = Finding(network.check, "warning", detail, f"{refused.fix}; {INSTEAD}")
         return [room, network]
 

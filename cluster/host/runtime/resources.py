@@ -77,7 +77,7 @@ def parse_memory(text: str) -> int:
 
 
 PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
-UNPROTECTED = "warning: TensorFlow's servers ask for no password, and"
+UNPROTECTED = "warning: TensorFlow's servers have no authentication, and"
 EXPOSED = f"{UNPROTECTED} all who reach this machine reach them"
 
 

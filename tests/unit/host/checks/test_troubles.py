@@ -24,7 +24,7 @@ FILLED_IN = {
     "loss is nan at step",
     "Address already in use",
     "times without progress after step",
-    "s servers ask for no password, and all who reach this machine reach them",
+    "s servers have no authentication, and all who reach this machine reach them",
     "json is damaged",
 }
 """Parts of rows in which the program's text has a value."""
