@@ -1,7 +1,7 @@
 """Detects tasks that are alive but do nothing: frozen ones by their heartbeat, hanging ones by their step.
 
 The clocks of several machines differ, so times are measured on this machine's monotonic clock, from when a heartbeat or
-a step was seen to change. Time in which this process was stopped itself does not count.
+a step was seen to change. Time in which this process was stopped or starved itself does not count.
 """
 
 import time
@@ -32,8 +32,9 @@ OTHERS_S = 2.0
 """How often an agent reads the heartbeats of other tasks while all is well; the chief's looks for hangs more often."""
 READ_AT_ONCE = 16
 """In a larger gang they are read less often, so that all agents together read as many a second for each task."""
-AWAY_S = 4.0
-"""A longer time between two examinations means that this process was stopped and does not know what changed."""
+COUNTED_S = 1.0
+"""What counts of the time between two examinations. A longer one means that this process was stopped, or waited for a
+processor as those that it watches may have to."""
 PROOF_S = SILENCE_S + 2.0
 """After this time the hub has reported to every agent that it has no connection to a task that is gone."""
 START_STATES = frozenset({TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING, TaskState.COMPILING})
@@ -206,10 +207,10 @@ class Watchdog:
         return found
 
     def _discount(self, gap_s: float) -> None:
-        """Leave out time in which this process was stopped or its machine slept."""
-        if gap_s > AWAY_S:
-            self._began += gap_s
-            self._changed = {key: (value, since + gap_s) for key, (value, since) in self._changed.items()}
+        """Leave out time in which this process was stopped or starved, or its machine slept."""
+        if (lost_s := gap_s - COUNTED_S) > 0:
+            self._began += lost_s
+            self._changed = {key: (value, since + lost_s) for key, (value, since) in self._changed.items()}
 
     def _since(self, key: str, value: Any, now: float) -> float:
         """Return when a value was first seen as it is now."""
