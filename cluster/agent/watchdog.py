@@ -1,7 +1,7 @@
 """Detects tasks that are alive but make no progress: frozen tasks by their heartbeat, hanging tasks by their step.
 
 Clocks of different machines differ, so durations are measured on this machine's monotonic clock, from the moment at
-which a change of a heartbeat or step was observed. Time in which this process was stopped or starved does not count.
+which a change of a heartbeat or step was observed. Time in which this process itself was stopped does not count.
 """
 
 import time
@@ -32,9 +32,8 @@ OTHERS_S = 2.0
 """How often an agent reads the heartbeats of other tasks; the chief's agent reads them every `EXAMINE_S`."""
 READ_AT_ONCE = 16
 """In a gang of more tasks, heartbeats are read less often, so that the reads per second and task stay the same."""
-COUNTED_S = 1.0
-"""The most that a gap between two examinations counts. In a longer one this process was stopped, or waited for a
-processor, as the tasks that it watches may have to."""
+AWAY_S = 4.0
+"""A longer time between two examinations means that this process was stopped and missed changes."""
 PROOF_S = SILENCE_S + 2.0
 """By this time the hub has reported to every agent that a task which is gone has no connection."""
 START_STATES = frozenset({TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING, TaskState.COMPILING})
@@ -207,10 +206,10 @@ class Watchdog:
         return found
 
     def _discount(self, gap_s: float) -> None:
-        """Count at most `COUNTED_S` of a gap: this process may have been stopped or starved, or its machine slept."""
-        if (lost_s := gap_s - COUNTED_S) > 0:
-            self._began += lost_s
-            self._changed = {key: (value, since + lost_s) for key, (value, since) in self._changed.items()}
+        """Do not count a gap in which this process was stopped or its machine slept."""
+        if gap_s > AWAY_S:
+            self._began += gap_s
+            self._changed = {key: (value, since + gap_s) for key, (value, since) in self._changed.items()}
 
     def _since(self, key: str, value: Any, now: float) -> float:
         """Return since when, on the monotonic clock, a value has been observed unchanged."""
