@@ -154,8 +154,11 @@ def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) ->
 
     It runs in a separate process because it may import TensorFlow.
     """
-    command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
-    return with_modules(path, shlex.join(command))
+    return with_modules(path, shlex.join(_data_words(verb, name, *words)))
+
+
+def _data_words(verb: str, name: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
 
 
 def with_modules(path: Sequence[str], command: str) -> str:
@@ -177,7 +180,7 @@ def _prepare_data(plan: Plan, sh: Shell) -> None:
     if ":" not in name or verb == "shard":
         sh(*_data_commands(plan))
         return
-    command = [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
+    command = _data_words(verb, name, *words)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(plan.payload.local_path() or python_path())}
     start = plan.runtime.program_starter
     described = user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", environment=variables, start=start)
