@@ -23,7 +23,7 @@ from cluster.contract.run import joining
 from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation import folder, standby
 from tests.simulation.gang import SimRunView
-from tests.simulation.training import SimProgram
+from tests.simulation.program import SimProgram
 from tests.simulation.world import Now, SimTask
 
 POLL_S = 0.5

@@ -18,7 +18,8 @@ from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation.world import Now
 
 if TYPE_CHECKING:
-    from tests.simulation.training import SimProgram, Training
+    from tests.simulation.program import SimProgram
+    from tests.simulation.training import Training
 
 NOTICED_SHARE = 0.5
 """How many standby processes notice that another one of their cluster has ended."""

@@ -224,7 +224,8 @@ def check_objective(
     if parts > 1 and _depends_on_others(labels, outputs, objective.loss):
         print(
             f"warning: --loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of "
-            f"the {parts} replicas, micro-batches or virtual shards has a part of that",
+            f"the {parts} replicas, micro-batches or virtual shards sees only a part of that; a larger "
+            "--global-batch makes the parts larger",
             file=sys.stderr,
         )
     for head, one in objective.heads.items():

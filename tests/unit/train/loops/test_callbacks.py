@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import shutil
 import threading
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json, read_json_lines
 from tests.support import own_module
-from train.callbacks.callback_actions import build_callbacks
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
 from train.data import arrays, opening
@@ -353,42 +351,6 @@ def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
     assert "these are not the callbacks of the checkpoint" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        keras.callbacks.EarlyStopping,
-        None,
-        (keras.callbacks.TerminateOnNaN(),),
-        [keras.callbacks.EarlyStopping],
-        [keras.callbacks.TerminateOnNaN(), "early stopping"],
-    ],
-)
-def test_an_invalid_list_of_callbacks_is_refused_in_one_line(made, own_parts):
-    own_parts.callbacks = lambda run, task: made
-    with pytest.raises(UsageError) as refused:
-        build_callbacks(_as_far_as_build())
-    assert str(refused.value).startswith("--callbacks 'own_parts:callbacks'")
-    assert 1 == len(str(refused.value).splitlines())
-
-
-def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
-    """They would restore older weights over those of the checkpoint."""
-    kept = keras.callbacks.TerminateOnNaN()
-    made = [keras.callbacks.BackupAndRestore(tmp_path / "backup"), kept]
-    own_parts.callbacks = lambda run, task: made
-    assert [kept] == build_callbacks(_as_far_as_build())
-    assert "BackupAndRestore" in capsys.readouterr().out
-
-
-def test_averages_of_weights_are_swapped_in_by_the_evaluation_or_by_a_callback(own_parts):
-    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-    own_parts.callbacks = lambda run, task: [swap]
-    with pytest.raises(UsageError, match="SwapEMAWeights"):
-        build_callbacks(_as_far_as_build(Optimizer(ema=0.9)))
-    for one_swaps in (Optimizer(ema=0.9, ema_evaluate=False), Optimizer()):
-        assert [swap] == build_callbacks(_as_far_as_build(one_swaps))
-
-
 class Measures(keras.Model):
     """As in Keras's guide: a `train_step` with metrics of the model's own."""
 
@@ -415,12 +377,3 @@ def test_fit_logs_what_a_train_step_returns(train):
 def test_a_train_step_without_a_loss_is_refused(train):
     with pytest.raises(UsageError, match="d_loss"):
         train(5, loop="fit", model=Nameless)
-
-
-def _as_far_as_build(optimizer: Optimizer = CONFIG.optimizer) -> Any:
-    return types.SimpleNamespace(
-        config=TrainConfig(callbacks="own_parts:callbacks", optimizer=optimizer),
-        run=RunFolder(Path("run")),
-        task=types.SimpleNamespace(name="chief"),
-        chief=True,
-    )

@@ -1,0 +1,65 @@
+"""The list that the user's function of `--callbacks` returns is checked before the training begins."""
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorflow import keras
+
+from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import UsageError
+from tests.support import own_module
+from train.callbacks.callback_actions import build_callbacks
+from train.config import Optimizer, TrainConfig
+
+
+@pytest.fixture
+def own_parts(monkeypatch) -> Any:
+    """The user's module."""
+    return own_module.put(monkeypatch, "own_parts")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        keras.callbacks.EarlyStopping,
+        None,
+        (keras.callbacks.TerminateOnNaN(),),
+        [keras.callbacks.EarlyStopping],
+        [keras.callbacks.TerminateOnNaN(), "early stopping"],
+    ],
+)
+def test_an_invalid_list_of_callbacks_is_refused_in_one_line(made, own_parts):
+    own_parts.callbacks = lambda run, task: made
+    with pytest.raises(UsageError) as refused:
+        build_callbacks(_as_far_as_build())
+    assert str(refused.value).startswith("--callbacks 'own_parts:callbacks'")
+    assert 1 == len(str(refused.value).splitlines())
+
+
+def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
+    """They would restore older weights over those of the checkpoint."""
+    kept = keras.callbacks.TerminateOnNaN()
+    made = [keras.callbacks.BackupAndRestore(tmp_path / "backup"), kept]
+    own_parts.callbacks = lambda run, task: made
+    assert [kept] == build_callbacks(_as_far_as_build())
+    assert "BackupAndRestore" in capsys.readouterr().out
+
+
+def test_averages_of_weights_are_swapped_in_by_the_evaluation_or_by_a_callback(own_parts):
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    own_parts.callbacks = lambda run, task: [swap]
+    with pytest.raises(UsageError, match="SwapEMAWeights"):
+        build_callbacks(_as_far_as_build(Optimizer(ema=0.9)))
+    for one_swaps in (Optimizer(ema=0.9, ema_evaluate=False), Optimizer()):
+        assert [swap] == build_callbacks(_as_far_as_build(one_swaps))
+
+
+def _as_far_as_build(optimizer: Optimizer | None = None) -> Any:
+    return types.SimpleNamespace(
+        config=TrainConfig(callbacks="own_parts:callbacks", optimizer=optimizer or Optimizer()),
+        run=RunFolder(Path("run")),
+        task=types.SimpleNamespace(name="chief"),
+        chief=True,
+    )
