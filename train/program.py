@@ -29,6 +29,7 @@ from train.model import initial_weights, layer_state, models, objectives
 from train.pipeline.stage_variables import TaskStages
 from train.startup import rehearsal
 from train.telemetry import environment
+from train.telemetry.links import Links
 
 tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and every second trace
 
@@ -75,7 +76,9 @@ class Program:
         self.heartbeat.start()
         context = self._setup.context if self._setup else self._task_context()
         if self.spec.kind.synchronous:
-            self.heartbeat.position = context.positions.current
+            left_out = membership.left_out(self.run, self.heartbeat.current.generation)
+            links = Links(membership.cluster_with_addresses(self.run).without(left_out), self.task)
+            self.heartbeat.position = lambda: links.examine(context.positions.current())
         # Set the handler again, because TensorFlow's server replaces it to detect preemption.
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
         if self.run.stop_requested:

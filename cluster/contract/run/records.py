@@ -81,6 +81,8 @@ class Position(Record):
     step: Count
     left: bool
     seconds: Seconds
+    unreachable: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    """The neighbours to which this task, which waits, can open no connection."""
 
 
 class Heartbeat(Record):

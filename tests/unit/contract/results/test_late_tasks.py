@@ -39,7 +39,7 @@ def find(*positions: Position | None, silent: tuple[str, ...] = (), **worker_1: 
         ((exchange(9), exchange(9), exchange(9)), ("worker-1",), ["worker-1"], "gradient exchange of step 9"),
         ((exchange(11), exchange(9), exchange(10)), ("worker-0",), ["worker-0"], "gradient exchange of step 10"),
         ((at(Place.RESULTS, 8, left=True),) * 3, ("chief",), ["chief"], "after the sum of results of step 8"),
-        # A dead link: all wait.
+        # All wait.
         ((exchange(11), exchange(10), exchange(10)), (), ["worker-0", "worker-1"], "gradient exchange of step 10"),
         ((exchange(11),) * 3, (), [], "gradient exchange of step 11"),
         ((exchange(9, seconds=1), exchange(9, seconds=1), exchange(8, left=True)), (), [], ""),
@@ -49,6 +49,26 @@ def test_the_task_for_which_the_others_wait_is_named(positions, silent, late, wh
     found, text = find(*positions, silent=silent)
     assert late == found
     assert all(part in text for part in (*late, where))
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "late"),
+    [
+        ({"chief": "worker-1"}, ["chief", "worker-1"]),
+        ({"chief": "worker-1", "worker-1": "chief"}, ["chief", "worker-1"]),
+        ({"chief": "worker-1", "worker-0": "worker-1"}, ["worker-1"]),
+        ({"worker-0": "a-forged-name", "worker-1": "worker-1"}, []),
+    ],
+)
+def test_the_ends_of_a_dead_link_are_named(unreachable, late):
+    at_step_11 = [
+        replace(exchange(11), unreachable=(unreachable[name],) if name in unreachable else ())
+        for name in ("chief", "worker-0", "worker-1")
+    ]
+    found, text = find(*at_step_11)
+    assert late == found
+    assert all(name in text for name in late)
+    assert "gradient exchange of step 11" in text
 
 
 @pytest.mark.parametrize("other", [{"generation": 1}, {"state": TaskState.DONE}])
