@@ -102,7 +102,7 @@ def train(run: RunFolder) -> int:
         raise RunFailed(f"your code ended the training: {described(error)}") from error
     except Exception as error:
         if task in cluster.members and isinstance(error, program.PEER_LOST):
-            print(f"error: lost contact with the cluster: {str(error).splitlines()[0][:300]}", file=sys.stderr)
+            print(f"error: lost contact with the cluster: {program.describe_lost_contact(error)}", file=sys.stderr)
             return EXIT_PEER_LOST
         traceback.print_exc()
         if (known := program.explain(error)) is not None:

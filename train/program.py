@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -146,6 +147,17 @@ def rehearse(run: RunFolder) -> None:
     if rehearsal.can_rehearse(config):
         determinism.configure_threads(config)
         rehearsal.rehearse_step()
+
+
+def describe_lost_contact(error: Exception) -> str:
+    """Return the reason in TensorFlow's error, of many lines, after the loss of another task of the cluster."""
+    text = str(error)
+    if silent := re.findall(r"^/job:(\w+)/replica:\d+/task:(\d+)$", text, re.MULTILINE):
+        tasks = {job if job == Role.CHIEF else f"{job}-{number}" for job, number in silent}
+        return f"no heartbeat of {' and '.join(sorted(tasks))} reached the chief"
+    reason = re.search(r"aborted by: (?:Collective ops is aborted by: )*(.+)", text)  # by this task or by others
+    first_line, _, _ = text.partition("\n")
+    return (reason[1] if reason else first_line)[:300]
 
 
 def explain(error: Exception) -> ClusterError | None:

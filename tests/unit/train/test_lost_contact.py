@@ -1,0 +1,36 @@
+"""The reason for a lost contact is found in TensorFlow's error, whose first line does not have it."""
+
+import pytest
+import tensorflow as tf
+
+from train import program
+
+HEAD = "Graph execution error:\n\nDetected at node CollectiveReduceV2 defined at (most recent call last):\n\n"
+TAIL = "The error could be from a previous operation. Restart your program.\n\t [[{{node CollectiveReduceV2}}]]"
+UNHEALTHY = "Error reported from /job:worker/task:1: The following tasks are unhealthy (stopped sending heartbeats):\n"
+REMOTE = "Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling RecvBuf:\n"
+RESET = f'{REMOTE}:UNKNOWN:Error received from peer {{grpc_message:"Collective ops is aborted by: reset\\n"}}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            f"{HEAD}Collective ops is aborted by: {UNHEALTHY}/job:worker/replica:0/task:1\nCrashed.\n{TAIL}",
+            "no heartbeat of worker-1 reached the chief",
+        ),
+        (
+            f"{UNHEALTHY}/job:worker/replica:0/task:0\n/job:chief/replica:0/task:0\n{TAIL}",
+            "no heartbeat of chief and worker-0 reached the chief",
+        ),
+        (f"{HEAD}Collective ops is aborted by: Deadline Exceeded\n\nRPC: Heartbeat\n{TAIL}", "Deadline Exceeded"),
+        (
+            f"{HEAD}{2 * 'Collective ops is aborted by: '}recvmsg:Connection reset\n{RESET}{TAIL}",
+            "recvmsg:Connection reset",
+        ),
+        ("Socket closed\nmore", "Socket closed"),
+        ("", ""),
+    ],
+)
+def test_the_reason_is_one_short_line(text, reason):
+    assert reason == program.describe_lost_contact(tf.errors.UnavailableError(None, None, text))
