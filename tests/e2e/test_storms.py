@@ -58,6 +58,9 @@ def test_containers_must_outlive_what_only_an_engine_can_do(clusters):
         result = chaos.inject(run, replace(fault, at_step=run.newest_step + 30), SLOW_MACHINE_S)
         assert result.ended is None, result
         assert (fault.kind == "slow") is (result.detected_s is None), result
+        if fault.kind == "partition":
+            causes = [event.detail["cause"] for event in run.events() if event.event == "gang restart"]
+            assert {"chief", "worker-0"} <= set(causes[-1].split())
     clusters.check_bits(run, *words, training=TRAINING)
 
 
