@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.records import Place
 from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError
 from cluster.system.files import remove
@@ -25,6 +26,7 @@ from train.loops.loop import Action, CallProgress, Periodic, every
 from train.model.gradients import GradientPolicy
 from train.saving.snapshots import checksum, read_octets
 from train.saving.trees import unwrap
+from train.telemetry.positions import Positions
 
 
 class ReplicasDiffer(ClusterError):
@@ -46,6 +48,7 @@ class ReplicaCheck(Periodic):
         interval: int | str,
         variables: Callable[[], Sequence[Any]],
         gather: Callable[[int], Sequence[int]],
+        positions: Positions | None = None,
     ) -> None:
         """Prepare comparisons with `gather`, a collective operation that collects a number from each replica's task.
 
@@ -57,6 +60,7 @@ class ReplicaCheck(Periodic):
         self._tasks = [member.name for member in spec.members] or [task]
         self._task, self._devices = task, spec.devices
         self._variables, self._gather = variables, gather
+        self._positions = positions or Positions()
         self._compared_at = 0
         self._shortest_s = float("inf")
 
@@ -76,7 +80,9 @@ class ReplicaCheck(Periodic):
         # One number per task: equal numbers mean equal copies, and a task whose own copies differ stands out.
         number = own[0] if len(set(own)) == 1 else hash((self._task, *own))
         began = time.monotonic()
+        self._positions.set(Place.COMPARISON, step)
         numbers = list(self._gather(number))[:: self._devices] if len(self._tasks) > 1 else [number]
+        self._positions.set(Place.COMPARISON, step, left=True)
         exchange_s = time.monotonic() - began
         self._shortest_s = min(self._shortest_s, exchange_s)
         common, votes = Counter(numbers).most_common(1)[0]

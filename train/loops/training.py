@@ -70,7 +70,12 @@ class Training:
         self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
         self._evaluate = Evaluate(context, self.report, new_evaluation, self.callbacks)
         self._check = ReplicaCheck(
-            context.spec, context.task.name, context.config.check_replicas, self._copied_variables, setup.gather
+            context.spec,
+            context.task.name,
+            context.config.check_replicas,
+            self._copied_variables,
+            setup.gather,
+            context.positions,
         )
         self.save = Save(context, self.report, checkpoint, first, self._prepare)
         self.keep = KeepSnapshot(setup.snapshots, checkpoint, self._prepare)

@@ -72,6 +72,7 @@ class Place(StrEnum):
     EXCHANGE = "gradient exchange"
     RESULTS = "sum of results"
     EVALUATION = "evaluation"
+    COMPARISON = "comparison of the replicas"
 
 
 class Position(Record):

@@ -9,12 +9,14 @@ import pytest
 import tensorflow as tf
 
 from cluster.contract import spec
+from cluster.contract.run.records import Place
 from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST
 from train.loops import replica_check
 from train.loops.loop import Stop
 from train.loops.replica_check import FlipBit, ReplicaCheck, ReplicasDiffer
 from train.loops.training import Training
 from train.model.gradients import GradientPolicy, LossScale
+from train.telemetry.positions import Positions
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 GANG = spec.build(workers=2)
@@ -89,6 +91,18 @@ def test_a_step_is_compared_once_unless_it_is_to_be_compared_again():
     for again in (False, False, True):
         check.compare(3, again=again)
     assert 2 == len(gathered)
+
+
+def test_the_heartbeat_of_a_task_that_waits_for_the_others_copies_says_so():
+    positions, waiting = Positions(), []
+
+    def gather(own: int) -> list[int]:
+        waiting.append(positions.current())
+        return [own] * 3
+
+    ReplicaCheck(GANG, "chief", "auto", list, gather, positions).compare(3)
+    assert [(Place.COMPARISON, 3, False)] == [(each.place, each.step, each.left) for each in waiting]
+    assert positions.current().left
 
 
 def test_what_an_exchange_takes_longer_than_the_shortest_is_waiting_for_slower_tasks(monkeypatch):
