@@ -114,7 +114,7 @@ class Agent:
         if not beat:
             return
         deadline = time.monotonic() + LISTED_S
-        while not self.run.begun(beat.generation) and not self.run.is_over(beat.generation - 1):
+        while not self.run.generation_record(beat.generation) and not self.run.is_over(beat.generation - 1):
             if time.monotonic() > deadline or self.run.stop_requested:
                 return
             time.sleep(POLL_S)
@@ -213,7 +213,7 @@ class Agent:
     def _pause(self, attempt: Attempt) -> bool:
         """Wait for the back-off after a program's own failure; return whether to start the program."""
         if attempt.generation != self._last_generation:
-            begun = self.run.begun(attempt.generation)
+            begun = self.run.generation_record(attempt.generation)
             self._pause_s = begun.pause_s if begun else 0.0
         seconds, self._pause_s, self._last_generation = self._pause_s, 0.0, attempt.generation
         if seconds:

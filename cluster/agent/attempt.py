@@ -182,7 +182,9 @@ class Attempt:
 
     def _observe_others(self, facts: Facts) -> Facts:
         if decide.is_own_error(facts):
-            if self.run.begun(self.generation + 1):  # looked up by name: a network file system may not list it yet
+            if self.run.generation_record(
+                self.generation + 1
+            ):  # looked up by name: a network file system may not list it yet
                 return replace(facts, is_over=True)
             facts = replace(facts, another_died=self._another_died(), worker_restarted=self._worker_restarted())
         if not decide.patience_s(facts):
@@ -367,7 +369,7 @@ class Restarter:
         """
         if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
             return end.last_step
-        begun = self._run.begun(generation)
+        begun = self._run.generation_record(generation)
         return begun.single_steps_from if begun else None
 
     def _fail(self, end: End, count: int) -> None:

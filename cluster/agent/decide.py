@@ -75,7 +75,7 @@ class MissedRendezvous:
     exit_code: int
     task: str = ""
     """The missing task to report; empty for the agent's own task."""
-    without: LeaveOut | None = None
+    continuation: LeaveOut | None = None
     """How the run continues without the missing tasks; None if it needs them, or if another agent decides."""
     is_queued_again: bool = False
     """Whether the run's job is queued again."""
@@ -233,8 +233,8 @@ def _while_paused(facts: Facts) -> Action:
 
 def _after_missed_rendezvous(facts: Facts) -> Action:
     assert facts.missed
-    if facts.missed.without:
-        return facts.missed.without
+    if facts.missed.continuation:
+        return facts.missed.continuation
     if facts.missed.is_queued_again:
         return BareAction.QUEUE_AGAIN
     return _fail(facts.missed.exit_code, facts.missed.error, facts.missed.task)

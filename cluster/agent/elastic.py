@@ -145,7 +145,7 @@ class Members:
             str(error),
             error.exit_code,
             min(missing, default=""),
-            without=self.continue_without(generation, missing, timeout_s) if missing else None,
+            continuation=self.continue_without(generation, missing, timeout_s) if missing else None,
             is_queued_again=bool(missing) and self.are_queued_again(generation),
         )
 
@@ -161,7 +161,7 @@ class Members:
             return None
         now = counted(len(self._everyone.without(left_out).of(Role.WORKER)), "worker")
         cause = f"{', '.join(sorted(missing))} stayed away for {timeout_s:g} s: the run continues with {now}"
-        begun = self._run.begun(generation)
+        begun = self._run.generation_record(generation)
         at = begun.failure_time if begun else time.time()
         return LeaveOut(left_out, End(min(missing), EXTERNAL, cause, None, at))
 

@@ -143,7 +143,7 @@ class Roster:
         linked = {name for name, at in self._received_at.items() if now - at < SILENCE_S}
         news = News(
             number=self._number,
-            begun=self._run.begun(self._number),
+            begun=self._run.generation_record(self._number),
             outcome=self._outcome,
             stop=self._run.stop_request,
             unlinked=_few(set(self._others) - linked),

@@ -96,12 +96,12 @@ class RunView:
             self._newest = max(self._newest, begun.generation)
         self._newest = max(self._newest, self._at_times("generation", lambda: self.folder.generation))
         if self._link:
-            self._link.report(self._newest, self.folder.begun(self._newest), self._ended)
+            self._link.report(self._newest, self.folder.generation_record(self._newest), self._ended)
         return self._newest
 
-    def begun(self, number: int) -> Generation | None:
+    def generation_record(self, number: int) -> Generation | None:
         """Return the record of a generation; None without one. Looked up by name, since listings may lag behind."""
-        if record := self.folder.begun(number):
+        if record := self.folder.generation_record(number):
             self._newest = max(self._newest, number)
         return record
 

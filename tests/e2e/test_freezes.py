@@ -136,7 +136,7 @@ def _await_standby(run: RunFolder) -> None:
 
 
 def _left_out(run: RunFolder) -> list[str]:
-    return sorted(run.begun(run.generation).left_out)
+    return sorted(run.generation_record(run.generation).left_out)
 
 
 def _continues(one: Frozen, run: RunFolder) -> bool:

@@ -150,9 +150,9 @@ class SimFolder(RunFolder):
     def generations(self) -> list[Generation]:
         self.world.operation("read")
         numbers = {*self.cache.listed("generations", self._numbers), *self._begun}
-        return [record for number in sorted(numbers) if (record := self.begun(number))]
+        return [record for number in sorted(numbers) if (record := self.generation_record(number))]
 
-    def begun(self, number: int) -> Generation | None:
+    def generation_record(self, number: int) -> Generation | None:
         if number not in self._begun and (record := self._record(f"generations/{number}")):
             self._begun[number] = Generation.from_json(record)
         return self._begun.get(number)

@@ -47,7 +47,7 @@ def is_possible(run: RunFolder, spec: ClusterSpec) -> bool:
 
 def port_set(run: RunFolder, generation: int) -> int:
     """Return the set of ports, 0 or 1, of a generation's cluster."""
-    record = run.begun(generation)
+    record = run.generation_record(generation)
     return record.standby_ports or 0 if record else 0
 
 
@@ -106,7 +106,7 @@ def starts_with_standby(run: RunFolder, task: Task, generation: int) -> bool:
 
 def is_standby_generation(run: RunFolder, generation: int) -> bool:
     """Whether a generation begins with standby processes."""
-    record = run.begun(generation)
+    record = run.generation_record(generation)
     return record is not None and record.standby_ports is not None
 
 

@@ -88,7 +88,7 @@ def single_steps(
     generation's record is not visible on every host yet. So they agree on it by the collective operation `everyones`,
     which returns the numbers of all tasks, given that of this task.
     """
-    record = run.begun(generation)
+    record = run.generation_record(generation)
     first = -1 if record is None or record.single_steps_from is None else record.single_steps_from
     first = max(everyones(first))
     return range(0) if first < 0 else range(first, first + steps_per_loop)

@@ -216,10 +216,10 @@ class RunFolder(Paths):
         names = (path.stem for path in folder.glob("*.json"))
         numbers = {int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys()
         for number in sorted(numbers, reverse=newest_first):
-            if record := self.begun(number):
+            if record := self.generation_record(number):
                 yield number, record
 
-    def begun(self, number: int) -> Generation | None:
+    def generation_record(self, number: int) -> Generation | None:
         """Return the record of a generation; None without one."""
         if number not in self._begun:
             path = self.control / "generations" / f"{number}.json"

@@ -18,7 +18,7 @@ from cluster.contract.spec import ClusterSpec
 def left_out(run: RunFolder, generation: int | None = None) -> frozenset[str]:
     """Return the tasks that a generation leaves out, by default the current one."""
     number = run.generation if generation is None else generation
-    record = run.begun(number)
+    record = run.generation_record(number)
     return record.left_out if record else frozenset()
 
 

@@ -71,7 +71,7 @@ def test_while_a_program_waits_to_start_again(known, action):
         ({}, failed(4, "missing worker-1")),
         ({"task": "worker-1"}, failed(4, "missing worker-1", "worker-1")),
         ({"task": "worker-1", "is_queued_again": True}, BareAction.QUEUE_AGAIN),
-        ({"task": "worker-1", "is_queued_again": True, "without": CONTINUATION}, CONTINUATION),
+        ({"task": "worker-1", "is_queued_again": True, "continuation": CONTINUATION}, CONTINUATION),
     ],
 )
 def test_after_a_rendezvous_that_tasks_missed(missed, action):

@@ -72,7 +72,7 @@ def test_what_the_chief_sees_all_learn(run, join):
     run.withdraw_stop()
     run.begin_generation(1, left_out=["worker-1"])
     wait_for(lambda: worker.generation == 1, "the generation")
-    assert {"worker-1"} == worker.begun(1).left_out
+    assert {"worker-1"} == worker.generation_record(1).left_out
     run.end("succeeded", task="chief")
     assert "succeeded" == wait_for(lambda: worker.outcome, "the outcome").state
 
@@ -82,10 +82,10 @@ def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(run
     join("chief")
     worker, other = linked(join("worker-0")), linked(join("worker-1"))
     worker.folder.learn(Generation(generation=1, time=1.0, pause_s=3.0))  # as if only its host's cache showed it
-    assert worker.begun(1)
+    assert worker.generation_record(1)
     assert 1 == worker.generation
     wait_for(lambda: other.generation == 1, "the generation")
-    assert 3.0 == other.begun(1).pause_s
+    assert 3.0 == other.generation_record(1).pause_s
     assert 0 == run.generation
 
 

@@ -287,7 +287,7 @@ def test_parameter_servers_continue_at_the_newest_checkpoint(start_gang, scale):
 @pytest.mark.extended
 def test_a_worker_that_was_left_out_is_brought_in(start_gang, scale, monkeypatch):
     monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "5")
-    lines = LASTING.replace("if not GENERATION", "if run.begun(GENERATION).left_out")
+    lines = LASTING.replace("if not GENERATION", "if run.generation_record(GENERATION).left_out")
     gang = start_gang(lines, workers=2, elastic={"min_workers": 1, "grow": False}, away=("chief", "worker-0"))
     wait_for(lambda: gang.beat("worker-1").state == "waiting", "worker-1 at the rendezvous")
     gang.run.away("chief").unlink()
