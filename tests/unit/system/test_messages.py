@@ -67,7 +67,7 @@ class Evil(Exception):
     """Cannot be shown."""
 
     def __str__(self) -> str:
-        raise ValueError
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,7 @@ class Evil(Exception):
     [
         (ValueError("a\nb\x1b[2J"), "ValueError: a b\\x1b[2J"),
         (Evil(), "Evil: it cannot be shown"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
         (SystemExit(), "it ends the program with sys.exit(None)"),
     ],
 )

@@ -134,6 +134,7 @@ def test_the_version_follows_the_contents(returns):
         (ValueError("no\nsuch file"), "ValueError: no such file ("),
         (ValueError("a\x1b[2Jb"), "ValueError: a\\x1b[2Jb ("),
         (SystemExit(0), "sys.exit(0)"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
         ({**GOOD, "classes": 3}, "TypeError"),
         ({**GOOD, "train": ([[1], [2, 3]], LABELS)}, "ValueError"),
     ],
