@@ -101,6 +101,7 @@ class EarlySupervisor:
         if self._has_imported():
             with contextlib.suppress(OSError):
                 return ForkedProgram(self._connection, command, environment)
+        self.end()  # a stopped one would make every later call wait, too
         return user_code.NewProcess(command, ROOT, environment)
 
     def serves(self, run: RunFolder) -> bool:

@@ -313,9 +313,12 @@ call(order, "open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid()) + ' ')\
     wait_for(lambda: not processes.start_ticks(int(pid)), "its end")
 
 
-def test_without_the_imports_a_new_process_runs_the_program(module):
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_the_imports_a_new_process_runs_the_program(module, monkeypatch, number):
+    monkeypatch.setattr(supervisor, "START_S", 2.0)
     order = warm.EarlySupervisor(RunFolder(module.parent / "none"), HOW, {}, "one")
     assert order.process
-    order.process.kill()
+    order.process.send_signal(number)
     assert 7 == call(order, "os.environ.clear() or 7")
+    assert order.process.returncode is not None  # the next call does not wait
     assert not order.serves(RunFolder(module.parent / "none"))
