@@ -208,6 +208,19 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
     assert "theirs" in done.stderr.splitlines()
 
 
+@pytest.mark.slow
+def test_a_function_that_uses_tensorflow_runs_in_a_new_process(tmp_path):
+    """`fork` stands for one of `up`, which has imported TensorFlow with other variables than the function's."""
+    data = "return {split: (np.full((2, 2), 'fork' in sys.modules) + 0.0, np.ones(2)) for split in GOOD}"
+    (tmp_path / "my_data.py").write_text(f"{DATA}import sys, tensorflow as tf\ndef data():\n    tf.ones(2); {data}")
+    lines = "import sys, tensorflow; sys.modules['fork'] = sys; from train.data.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", lines, "prepare", "--name", "my_data:data", "--data-dir", "data"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "RESULT_FILE": str(tmp_path / "result")}
+    subprocess.run(command, cwd=tmp_path, timeout=300, check=True, env=environment)
+    (file,) = (tmp_path / "data").rglob("train_features.bin")
+    assert not any(file.read_bytes())
+
+
 @pytest.mark.parametrize(
     ("lines", "timeout_s", "code"),
     [("import os\ndef data(): os._exit(0)", 120, 2), ("import time\ndef data(): time.sleep(600)", 3, 4)],
