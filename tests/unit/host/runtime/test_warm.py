@@ -319,6 +319,7 @@ def test_without_the_imports_a_new_process_runs_the_program(module, monkeypatch,
     order = warm.EarlySupervisor(RunFolder(module.parent / "none"), HOW, {}, "one")
     assert order.process
     order.process.send_signal(number)
+    assert not order._has_imported()
+    assert -1 == order._connection.fileno()  # nothing waits again
     assert 7 == call(order, "os.environ.clear() or 7")
-    assert order.process.returncode is not None  # the next call does not wait
     assert not order.serves(RunFolder(module.parent / "none"))
