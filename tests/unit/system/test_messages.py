@@ -92,6 +92,13 @@ def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch):
     assert {"PYTHONPATH"} == left - set(command_line.KEPT_VARIABLES[1:])
 
 
+def test_no_file_takes_the_place_of_a_closed_stream():
+    lines = "import os, sys; from cluster.host.cli.command_line import normalise_environment as start; start(); "
+    lines += "sys.stderr.flush(); sys.exit(os.open('/', os.O_RDONLY))"
+    command = ["sh", "-c", f'exec {sys.executable} -c "{lines}" <&- 2>&-']
+    assert 3 == subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
