@@ -130,12 +130,11 @@ def _read(file: Path, what: str, code: int) -> Any:
 
 def reply(body: Callable[[], Any]) -> int:
     """Write a function's result, or the ClusterError that it raises, to the result file; return the exit code."""
-    result, code = {}, 0
+    result, code, file = {}, 0, Path(os.environ[RESULT_FILE])  # before the user's code, which may change variables
     try:
         result["value"] = body()
     except ClusterError as error:
         result, code = {"error": str(error), "exit_code": error.exit_code}, error.exit_code
-    file = Path(os.environ[RESULT_FILE])
     scratch = file.with_suffix(".part")
     scratch.write_text(json.dumps(result))
     scratch.replace(file)

@@ -61,9 +61,9 @@ def described(error: BaseException) -> str:
     else:
         try:
             said = str(error)
-        except Exception:  # of the user's `__str__`
+        except BaseException:  # of the user's `__str__`
             said = "it cannot be shown"
-        what = f"{type(error).__name__}: {' '.join(said.split())}"
+        what = ": ".join(filter(None, (type(error).__name__, " ".join(said.split()))))
     ours = (" (<frozen", *(f" ({ROOT / package}{os.sep}" for package in ("cluster", "train")))
     places = [f" ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)[-1:]]
     place = "".join(place for place in places if not place.startswith(ours))

@@ -152,6 +152,9 @@ def signal_group(child: Child, number: int) -> None:
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: a setuid program
             os.killpg(child.pid, number)
+        if number == signal.SIGKILL:  # the child may have left its group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child.pid, number)
 
 
 def reap(child: Child) -> int | None:

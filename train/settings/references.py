@@ -52,9 +52,9 @@ def user_errors(subject: str, error_class: type[ClusterError] = UsageError) -> I
     """Context manager that turns any exception of a user's code into a one-line error that begins with `subject`."""
     try:
         yield
-    except ClusterError:
+    except (ClusterError, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # an interrupt is the user's code, too: the terminal's does not reach this process
         raise error_class(f"{subject}: {described(error)}") from error
 
 
@@ -75,7 +75,7 @@ def call_user_function(option: str, reference: str, function: Callable[..., Any]
         return function(*arguments)
     except ClusterError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if isinstance(error, MemoryError) or type(error).__name__ in RETRYABLE_ERRORS:
             raise
         raise UsageError(f"{option} {reference!r}: {described(error)}") from error

@@ -4,6 +4,7 @@ Where only the program has ended, the system refuses a connection at once; where
 a connection that is not opened in time means that the network loses packets, in at least one direction.
 """
 
+import contextlib
 import socket
 import threading
 from dataclasses import replace
@@ -39,7 +40,8 @@ class Links:
             elif task.name not in self._threads or not self._threads[task.name].is_alive():
                 thread = threading.Thread(target=self._test, args=(task,), name=f"link to {task.name}", daemon=True)
                 self._threads[task.name] = thread
-                thread.start()
+                with contextlib.suppress(RuntimeError):  # no further thread can start
+                    thread.start()
         return replace(position, unreachable=tuple(name for name, dead in self._dead.items() if dead))
 
     def _test(self, task: Task) -> None:

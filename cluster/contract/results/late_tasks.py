@@ -31,7 +31,7 @@ def find_late(
     if late:  # a neighbour of a silent task may still wait at an earlier place, which that task has left
         first = min((order[name] for name in waits if order[name] >= min(order[each] for each in late)), default=last)
     where = ("work after the " if first[2] else "") + [*Place][first[1]] + (f" of step {first[0]}" if first[0] else "")
-    if links := _dead_links(at):
+    if not {*late} - {*silent} and (links := _dead_links(at)):
         late, text = _describe_links(links)
         return late, f"{text}; every task waits in the {where}"
     if not late and first < last:

@@ -155,13 +155,15 @@ def report_errors(body: Callable[..., Any], *, has_dry_run: bool = False) -> Cal
 
 
 def normalise_environment() -> None:
-    """Remove variables that change how our programs run, and escape characters that the output cannot encode."""
+    """Remove variables that change how our programs run; open closed streams; escape what they cannot encode."""
     try:
         Path.cwd()
     except FileNotFoundError:
         raise UsageError("the current folder was removed; change to one that exists, and try again") from None
     for name in [name for name in os.environ if name.startswith("PYTHON") and name not in KEPT_VARIABLES]:
         del os.environ[name]
+    for closed in [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]:
+        setattr(sys, closed, Path(os.devnull).open("r+"))  # noqa: SIM115  # or the next file gets its number
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

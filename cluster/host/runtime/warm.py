@@ -133,6 +133,8 @@ class EarlySupervisor:
         with contextlib.suppress(OSError):
             self._connection.settimeout(supervisor.START_S if self.process else CHECK_S)
             self._imported = self._imported or self._connection.recv(len(IMPORTED)) == IMPORTED
+        if self.process and not self._imported:
+            self.end()  # a stopped one would make every later call wait, too
         return self._imported
 
     def _is_ready(self) -> bool:

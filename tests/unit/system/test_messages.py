@@ -67,7 +67,7 @@ class Evil(Exception):
     """Cannot be shown."""
 
     def __str__(self) -> str:
-        raise ValueError
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,7 @@ class Evil(Exception):
     [
         (ValueError("a\nb\x1b[2J"), "ValueError: a b\\x1b[2J"),
         (Evil(), "Evil: it cannot be shown"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
         (SystemExit(), "it ends the program with sys.exit(None)"),
     ],
 )
@@ -89,6 +90,13 @@ def test_python_s_own_variables_do_not_reach_our_programs(monkeypatch):
     command_line.normalise_environment()
     left = {name for name in os.environ if name.startswith("PYTHON")}
     assert {"PYTHONPATH"} == left - set(command_line.KEPT_VARIABLES[1:])
+
+
+def test_no_file_takes_the_place_of_a_closed_stream():
+    lines = "import os, sys; from cluster.host.cli.command_line import normalise_environment as start; start(); "
+    lines += "sys.stderr.flush(); sys.exit(os.open('/', os.O_RDONLY))"
+    command = ["sh", "-c", f'exec {sys.executable} -c "{lines}" <&- 2>&-']
+    assert 3 == subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode
 
 
 @pytest.mark.slow

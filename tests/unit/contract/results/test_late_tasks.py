@@ -69,6 +69,7 @@ def test_the_ends_of_a_dead_link_are_named(unreachable, late):
     assert late == found
     assert all(name in text for name in late)
     assert "gradient exchange of step 11" in text
+    assert ["worker-0"] == find(at_step_11[0], exchange(10, left=True), at_step_11[2])[0]
 
 
 @pytest.mark.parametrize("other", [{"generation": 1}, {"state": TaskState.DONE}])

@@ -286,6 +286,8 @@ def test_a_program_that_hangs_is_killed_with_what_it_started_and_the_next_one_ru
     monkeypatch.setenv("PRESET_TIMEOUT_S", "3")
     hanging = f"""
     child = os.fork()
+    if child:  # leaves the group that is killed
+        os.setpgid(0, os.getpgid(os.getppid()))
     open({str(tmp_path / "pids")!r}, "a").write(f"{{os.getpid()}} ")
     time.sleep(600)
     """
@@ -311,9 +313,13 @@ call(order, "open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid()) + ' ')\
     wait_for(lambda: not processes.start_ticks(int(pid)), "its end")
 
 
-def test_without_the_imports_a_new_process_runs_the_program(module):
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_the_imports_a_new_process_runs_the_program(module, monkeypatch, number):
+    monkeypatch.setattr(supervisor, "START_S", 2.0)
     order = warm.EarlySupervisor(RunFolder(module.parent / "none"), HOW, {}, "one")
     assert order.process
-    order.process.kill()
-    assert 7 == call(order, "7")
+    order.process.send_signal(number)
+    assert not order._has_imported()
+    assert -1 == order._connection.fileno()  # nothing waits again
+    assert 7 == call(order, "os.environ.clear() or 7")
     assert not order.serves(RunFolder(module.parent / "none"))

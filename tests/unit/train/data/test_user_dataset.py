@@ -134,6 +134,7 @@ def test_the_version_follows_the_contents(returns):
         (ValueError("no\nsuch file"), "ValueError: no such file ("),
         (ValueError("a\x1b[2Jb"), "ValueError: a\\x1b[2Jb ("),
         (SystemExit(0), "sys.exit(0)"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
         ({**GOOD, "classes": 3}, "TypeError"),
         ({**GOOD, "train": ([[1], [2, 3]], LABELS)}, "ValueError"),
     ],
@@ -205,6 +206,19 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
     message = r"data: my_data:data [0-9a-f]{12}: 2 examples to train, 2 to test, each \[2\] float32, 1 output\n"
     assert re.fullmatch(message, done.stdout)
     assert "theirs" in done.stderr.splitlines()
+
+
+@pytest.mark.slow
+def test_a_function_that_uses_tensorflow_runs_in_a_new_process(tmp_path):
+    """`fork` stands for one of `up`, which has imported TensorFlow with other variables than the function's."""
+    data = "return {split: (np.full((2, 2), 'fork' in sys.modules) + 0.0, np.ones(2)) for split in GOOD}"
+    (tmp_path / "my_data.py").write_text(f"{DATA}import sys, tensorflow as tf\ndef data():\n    tf.ones(2); {data}")
+    lines = "import sys, tensorflow; sys.modules['fork'] = sys; from train.data.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", lines, "prepare", "--name", "my_data:data", "--data-dir", "data"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "RESULT_FILE": str(tmp_path / "result")}
+    subprocess.run(command, cwd=tmp_path, timeout=300, check=True, env=environment)
+    (file,) = (tmp_path / "data").rglob("train_features.bin")
+    assert not any(file.read_bytes())
 
 
 @pytest.mark.parametrize(

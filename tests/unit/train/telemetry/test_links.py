@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -56,6 +57,14 @@ def test_only_a_neighbour_that_no_connection_reaches_is_unreachable(ring, name, 
     for thread in links._threads.values():
         thread.join()
     assert () == links.examine(WAITING).unreachable
+
+
+def test_a_task_that_can_start_no_thread_still_has_its_position(ring, monkeypatch):
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert () == Links(ring, ring.task("worker-0")).examine(WAITING).unreachable
 
 
 def test_a_task_without_others_has_no_links():
