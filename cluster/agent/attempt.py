@@ -182,9 +182,8 @@ class Attempt:
 
     def _observe_others(self, facts: Facts) -> Facts:
         if decide.is_own_error(facts):
-            if self.run.generation_record(
-                self.generation + 1
-            ):  # looked up by name: a network file system may not list it yet
+            # Looked up by name: a network file system may not list it yet.
+            if self.run.generation_record(self.generation + 1):
                 return replace(facts, is_over=True)
             facts = replace(facts, another_died=self._another_died(), worker_restarted=self._worker_restarted())
         if not decide.patience_s(facts):

@@ -5,6 +5,7 @@ a connection that is not opened in time means that the network loses packets, in
 """
 
 import contextlib
+import errno
 import socket
 import threading
 from dataclasses import replace
@@ -13,6 +14,7 @@ from cluster.contract.results.late_tasks import WAIT_S
 from cluster.contract.run.records import Position
 from cluster.contract.spec import ClusterSpec, Task
 
+NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 CONNECT_S = 2.5
 """Longer than the second after which the system repeats a lost packet."""
 
@@ -45,11 +47,11 @@ class Links:
         return replace(position, unreachable=tuple(name for name, dead in self._dead.items() if dead))
 
     def _test(self, task: Task) -> None:
+        dead = False
         try:
             socket.create_connection((task.host, task.port), CONNECT_S).close()
-            dead = False
-        except ConnectionRefusedError:
-            dead = False
-        except OSError:  # no answer, no route, or a name that is no longer known
+        except (TimeoutError, socket.gaierror):  # a name is unknown once its container has left the network
             dead = True
+        except OSError as error:  # others, such as a refusal, show that packets arrive, or are this task's problem
+            dead = error.errno in NO_ROUTE
         self._dead[task.name] = dead
