@@ -1,9 +1,9 @@
 """Stand-ins for TensorFlow and Keras while a user's data function is called, until it uses one of them.
 
 Their import takes seconds, and most functions need none of it: their module imports them for the model alone. So the
-first use of one, other than to name a part of it, runs the program again as a new process with the real modules. An
-error may be due to a stand-in, so it does the same. A fork of `up` never uses the TensorFlow that it has: that computes
-with the kernels of the run, on which the data must not depend.
+first use of one, other than to name a part of it or to derive a class, runs the program again as a new process with the
+real modules. An error may be due to a stand-in, so it does the same. A fork of `up` has the real modules; there the
+first computation runs the program again, as it would use the kernels of the run, on which the data must not depend.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ NAMES = ("tensorflow", "keras", "tf_keras")
 REAL = "WITH_TENSORFLOW"
 """The environment variable that requests the real modules."""
 OPERATIONS = (
-    *("call", "mro_entries", "instancecheck", "subclasscheck", "delattr", "dir", "enter"),
+    *("call", "instancecheck", "subclasscheck", "delattr", "dir", "enter"),
     *("eq", "ne", "hash", "bool", "repr", "str", "format", "or", "ror", "index", "int", "float"),
     *("len", "iter", "contains", "getitem", "setitem"),
 )
@@ -42,6 +42,9 @@ class StandIn(ModuleType):
         if name.startswith("__"):
             self._use()
         return self.__dict__.setdefault(name, StandIn(f"{self.__name__}.{name}", self._use))
+
+    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
+        return ()
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("__") and not isinstance(value, StandIn):  # as the import does
@@ -98,8 +101,11 @@ def installed() -> Iterator[None]:
         os.execve(sys.executable, command, environment | {REAL: "1"})  # noqa: S606
 
     finder = _Finder(use)
-    hidden = _take_modules()
-    sys.meta_path.insert(0, finder)
+    fork = sys.modules.get("tensorflow.python.eager.context")
+    if fork:
+        initialize, fork.Context.ensure_initialized = fork.Context.ensure_initialized, use
+    else:
+        sys.meta_path.insert(0, finder)
     try:
         yield
     except BaseException:
@@ -108,12 +114,9 @@ def installed() -> Iterator[None]:
         raise
     if used[0]:
         use()
+    if fork:
+        fork.Context.ensure_initialized = initialize
+        return
     sys.meta_path.remove(finder)
-    _take_modules()
-    sys.modules.update(hidden)
-
-
-def _take_modules() -> dict[str, ModuleType]:
-    """Remove TensorFlow's and Keras's modules, or their stand-ins, from those imported, and return them."""
-    names = [name for name in sys.modules if name.partition(".")[0] in NAMES]
-    return {name: sys.modules.pop(name) for name in names}
+    for name in [name for name, module in sys.modules.items() if isinstance(module, StandIn)]:
+        del sys.modules[name]
