@@ -10,16 +10,20 @@ Features for a model with several inputs are a dictionary of arrays, and so are 
 "classes" is then a dictionary of the heads whose classes have names.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cluster.contract import user_code
 from cluster.system.errors import UsageError, nearest
 from train import named
-from train.data import stand_ins
 from train.data.dataset_record import DTYPES, SPLITS, Leaf, show_example, stored_dtype
 from train.named import Named
 from train.settings import references
@@ -37,13 +41,38 @@ class UserDataset:
 
 def read_dataset(name: str) -> UserDataset:
     """Call the function `package.module:function` and return its arrays, in the types of `DTYPES`."""
-    with stand_ins.installed():
+    with _own_tensorflow():
         function = references.load_object("--dataset", name)
         if callable(function) and not references.accepts_arguments(function):
             raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")
         returned = references.call_user_function("--dataset", name, function)
-        with references.user_errors(f"dataset {name} returns a value that cannot be converted to arrays"):
-            return _checked(name, returned)
+    with references.user_errors(f"dataset {name} returns a value that cannot be converted to arrays"):
+        return _checked(name, returned)
+
+
+@contextlib.contextmanager
+def _own_tensorflow() -> Iterator[None]:
+    """Context manager that runs this program again, as a new process, once the user's function uses TensorFlow.
+
+    For a fork of `up` whose TensorFlow has the kernels of the run: the data must not depend on them.
+    """
+    imported = sys.modules.get("tensorflow.python.eager.context")
+    if not imported or user_code.RESULT_FILE not in os.environ:
+        yield
+        return
+    command, folder, environment = [sys.executable, "-m", "train.data", *sys.argv[1:]], Path.cwd(), dict(os.environ)
+    initialize, process = imported.Context.ensure_initialized, os.getpid()
+
+    def run_again(context: Any) -> None:
+        if os.getpid() == process:
+            sys.stdout.flush()
+            os.chdir(folder)
+            os.execve(sys.executable, command, environment)  # noqa: S606
+        initialize(context)
+
+    imported.Context.ensure_initialized = run_again
+    yield
+    imported.Context.ensure_initialized = initialize
 
 
 def _checked(name: str, returned: Any) -> UserDataset:

@@ -209,29 +209,6 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "real"),
-    [
-        ("pass", 0),
-        ("assert tf.constant != None", 1),
-        ("Own().built", 1),
-        ("os.fork() or (os.dup2(2, 1), tf.ones(2), os._exit(0)); os.wait()", 1),
-    ],
-)
-def test_tensorflow_is_imported_only_once_the_function_uses_it(tmp_path, function, real):
-    module = (
-        "import os, tensorflow as tf, keras.layers as L\nfrom tensorflow import keras\nclass Own(keras.Model): pass"
-    )
-    data = "return {split: (np.full((2, 2), 'tensorflow.python' in sys.modules) + 0.0, np.ones(2)) for split in GOOD}"
-    (tmp_path / "my_data.py").write_text(f"{DATA}import sys\n{module}\ndef data():\n    {function}; {data}")
-    command = [sys.executable, "-m", "train.data", "prepare", "--name", "my_data:data", "--data-dir", "data"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    subprocess.run(command, cwd=tmp_path, timeout=300, check=True, env=environment)
-    (file,) = (tmp_path / "data").rglob("train_features.bin")
-    assert np.full(4, real).tolist() == np.frombuffer(file.read_bytes(), np.float32).tolist()
-
-
-@pytest.mark.slow
 def test_a_function_that_uses_tensorflow_runs_in_a_new_process(tmp_path):
     """`fork` stands for one of `up`, which has imported TensorFlow with other variables than the function's."""
     data = "return {split: (np.full((2, 2), 'fork' in sys.modules) + 0.0, np.ones(2)) for split in GOOD}"
