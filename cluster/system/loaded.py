@@ -14,6 +14,8 @@ INHERITED = (
     *("Cpus_allowed:", "Mems_allowed:"),
 )
 """The fields of `/proc/self/status` that a process inherits from its parent."""
+OF_LIBC = 1 << 31 | 1 << 32
+"""Signals 32 and 33, which glibc reserves and `posix_spawn` ignores in a new process, as a mask."""
 MODULES, SETTINGS = (*importlib.machinery.all_suffixes(), ".dist-info"), (".pth", ".egg-link")
 """Suffixes of importable entries in a folder of `sys.path`, and of files there that change this path."""
 SETTLED_S = 2.0
@@ -26,6 +28,7 @@ def circumstances() -> list[str]:
     """Describe the inherited properties of this process, except its environment, and its version of Python."""
     proc = Path("/proc/self")
     lines = [line for line in (proc / "status").read_text().splitlines() if line.startswith(INHERITED)]
+    lines = [f"{int(line[7:], 16) & ~OF_LIBC:x}" if line.startswith("SigIgn:") else line for line in lines]
     texts = [(proc / name).read_text() for name in ("limits", "cgroup", "oom_score_adj")]
     spaces = [str(path.readlink()) for path in sorted((proc / "ns").iterdir()) if "_for_" not in path.name]
     schedule = [os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)]

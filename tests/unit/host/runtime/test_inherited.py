@@ -134,7 +134,7 @@ def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(monkeypa
     status = list(key.stat())
     status[0], status[4] = stat.S_IFREG | mode, owner
     monkeypatch.setattr(os, "getuid", lambda: 0)
-    monkeypatch.setattr(Path, "stat", lambda _: os.stat_result(status))
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: os.stat_result(status))
     with nullcontext() if readable else pytest.raises(PrerequisiteError, match="chown"):
         compose_services.check_readable(Payload(secrets={"A_KEY": key}))
 
