@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from cluster.contract import settings
+from cluster.contract import kept_results, settings
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.system.files import scratch_folder
@@ -78,15 +79,16 @@ def run(
     *,
     cwd: Path = ROOT,
     environment: Mapping[str, str],
-    printed: list[bytes] | None = None,
     start: Start | None = None,
+    kept: Path | None = None,
 ) -> Any:
     """Run a program that calls `reply`; return its result, or raise the ClusterError in its reply.
 
     `what` names the program in errors; `setting` is the key of its timeout in `settings.SECONDS`; its output, which
-    goes to stderr, is also appended to `printed`. `start` replaces the start of a new process in `cwd`.
+    goes to stderr. `start` replaces the start of a new process in `cwd`. The result is kept in the file `kept`, for
+    `kept_results.recall`.
     """
-    timeout_s = settings.seconds(setting)
+    timeout_s, began, printed = settings.seconds(setting), time.time(), list[bytes]()
     with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind
         file = scratch / "result.json"
         variables = {**environment, RESULT_FILE: str(file), "TMPDIR": str(scratch)}
@@ -103,36 +105,44 @@ def run(
         finally:
             process.kill()
             printer.join(1.0)  # a process that left the group may still hold the pipe
-        return _read(file, what, code)
+        result = _read(file, what, code)
+        if kept:
+            kept_results.keep(kept, began, result, b"".join(printed).decode(errors="replace"))
+        return result["value"]
 
 
-def _print(output: IO[bytes], printed: list[bytes] | None) -> None:
+def _print(output: IO[bytes], printed: list[bytes]) -> None:
     sys.stderr.flush()
     with output:
         for line in output:
             if not any(part in line for part in NOISE):
-                if printed is not None:
-                    printed.append(line)
+                printed.append(line)
                 with contextlib.suppress(OSError):
                     os.write(2, line)
 
 
-def _read(file: Path, what: str, code: int) -> Any:
+def _read(file: Path, what: str, code: int) -> dict[str, Any]:
     try:
-        result = json.loads(file.read_bytes())
+        result: dict[str, Any] = json.loads(file.read_bytes())
     except (OSError, ValueError):
         end = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise UsageError(f"{what} ended the program with {end} instead of returning; fix it and try again") from None
     if "error" in result:
         raise ERRORS.get(result["exit_code"], ClusterError)(result["error"])
-    return result["value"]
+    return result
 
 
-def reply(body: Callable[[], Any]) -> int:
-    """Write a function's result, or the ClusterError that it raises, to the result file; return the exit code."""
-    result, code, file = {}, 0, Path(os.environ[RESULT_FILE])  # before the user's code, which may change variables
+def reply(body: Callable[[], Any], written: Sequence[Path] = ()) -> int:
+    """Write a function's result, or the ClusterError that it raises, to the result file; return the exit code.
+
+    The function may add to `written` the files that belong to its result: a kept result is used only while they exist.
+    """
+    # Before the user's code, which may change variables.
+    result, code, file = dict[str, Any](), 0, Path(os.environ[RESULT_FILE])
+    kept_results.watch()
     try:
         result["value"] = body()
+        result |= kept_results.describe_inputs() | {"written": [str(path.absolute()) for path in written]}
     except ClusterError as error:
         result, code = {"error": str(error), "exit_code": error.exit_code}, error.exit_code
     scratch = file.with_suffix(".part")

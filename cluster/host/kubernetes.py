@@ -239,7 +239,8 @@ def render(
 
 NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
-    *("resume", "mirror", "trust", "fresh", "detach", "init_from", "tensorboard_port", "metrics_port"),
+    *("resume", "mirror", "trust", "fresh", "detach", "init_from", "reuse_data"),
+    *("tensorboard_port", "metrics_port"),
     *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
     "secret",
 )

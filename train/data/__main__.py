@@ -15,8 +15,9 @@ from cluster.system import quiet
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
+from train.data import store
 from train.data.arrays import ArrayRecord
-from train.data.dataset_record import is_user_dataset
+from train.data.dataset_record import DatasetRecord, is_user_dataset
 from train.data.prepare.preparation import prepare_dataset, say
 from train.data.shards import ShardRecord
 from train.settings import references
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif calls_function or arguments.command == "examine":
             return _in_another_process(argv, arguments)
         else:
-            say(_write(arguments))
+            say(_write(arguments, []))
     except ClusterError as error:
         print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -52,25 +53,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
-def _write(arguments: argparse.Namespace) -> str:
-    """Prepare, shard or examine a dataset; return its description."""
+def _write(arguments: argparse.Namespace, written: list[Path]) -> str:
+    """Prepare, shard or examine a dataset; return its description, and add its files to `written`."""
     name, data_dir, fresh = arguments.name, arguments.data_dir, arguments.fresh
     if arguments.command == "prepare":
         if is_user_dataset(name):
             references.check_reference("--name", name, ())
-        return str(prepare_dataset(name, data_dir, fresh))
+        return _described(prepare_dataset(name, data_dir, fresh), data_dir, written)
     with quiet.imports():  # they import TensorFlow
         from train.data.function.examine import examine_function
         from train.data.prepare.sharding import write_shards
     if arguments.command == "shard":
         return str(write_shards(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=fresh))
-    return str(examine_function(name, data_dir.resolve(), arguments.num_outputs, seed=arguments.seed, fresh=fresh))
+    data_dir = data_dir.resolve()
+    record = examine_function(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=fresh)
+    return _described(record, data_dir, written)
+
+
+def _described(record: DatasetRecord, data_dir: Path, written: list[Path]) -> str:
+    pointer = store.pointer_of(data_dir, record.kind, record.name)
+    written += [pointer, record.path(data_dir, record.name, record.version), *(file.path for file in record.files)]
+    return str(record)
 
 
 def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespace) -> int:
     """Run the command in another process, because it calls a user's function, and print the result."""
     if user_code.RESULT_FILE in os.environ:
-        return user_code.reply(lambda: _write(arguments))
+        written: list[Path] = []
+        return user_code.reply(lambda: _write(arguments, written), written)
     command, subject = [sys.executable, "-m", "train.data", *(argv or sys.argv[1:])], f"dataset {arguments.name}"
     say(user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
     return EXIT_DONE

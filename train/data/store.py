@@ -45,8 +45,12 @@ def read_index(path: Path, parse: Callable[[Any], T], missing: str, again: str) 
 
 
 def write_pointer(data_dir: Path, kind: str, name: str, version: str) -> None:
-    """Make a version the newest one of a dataset, atomically."""
-    write_json(pointer_of(data_dir, kind, name), {"version": version})
+    """Make a version the newest one of a dataset, atomically; a file that names it already stays untouched."""
+    path, value = pointer_of(data_dir, kind, name), {"version": version}
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(path.read_text(encoding="utf-8")) == value:
+            return
+    write_json(path, value)
 
 
 @contextlib.contextmanager

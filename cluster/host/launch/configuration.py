@@ -1,34 +1,22 @@
 """The training configuration, resolved and tried by the training program, which commands never import.
 
-A trial of a user's model is cached as long as all its inputs are the same: the request, the environment, the program,
-the installed packages, the prepared data, and the content of the user's modules and their imports. Files that a user's
-function opens are not tracked; the tasks check what they load.
+The result of a trial of a user's model is kept, see `cluster/contract/kept_results.py`; the tasks check what they load.
 """
 
-import contextlib
-import hashlib
 import json
 import os
 import re
 import sys
-import sysconfig
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.contract import user_code
+from cluster.contract import kept_results, user_code
 from cluster.contract.spec import ClusterSpec
 from cluster.host.launch.folders import data_dir
 from cluster.host.options.request import PRESET, Request
 from cluster.host.runtime.payload import python_path
-from cluster.system import files
-from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
-
-VOLATILE = ("_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES")
-"""Variables that differ between calls from the same shell."""
-KEPT_TRIALS = 50
 
 
 def resolve_config(
@@ -106,23 +94,18 @@ def _preflight(
     numbers: dict[str, int | None],
     start: user_code.Start | None = None,
 ) -> dict[str, Any]:
-    """Run `train/startup/preflight.py`; the result of a check is cached while its inputs are unchanged."""
+    """Run `train/startup/preflight.py`; the result of a check is kept while its inputs are unchanged."""
     described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data_dir()), **numbers}
     command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
-    kept, began = locate_trial(data_dir(), command, path) if work == "check" else None, time.time()
-    if kept and (known := recall_trial(kept)) is not None:
-        return known
-    printed: list[bytes] = []
-    answer: dict[str, Any] = user_code.run(
-        command,
-        options,
-        "PRESET_TIMEOUT_S",
-        environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        printed=printed,
-        start=start,
-    )
-    if kept:
-        keep_trial(kept, began, answer, b"".join(printed).decode(errors="replace"))
+    data = data_dir()
+    kept = kept_results.locate(data, command, path, data.glob("*/*/*.json")) if work == "check" else None
+    if kept and (known := kept_results.recall(kept)):
+        found, printed = known
+        print(printed, end="", file=sys.stderr)
+    else:
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+        found = user_code.run(command, options, "PRESET_TIMEOUT_S", environment=variables, start=start, kept=kept)
+    answer: dict[str, Any] = found
     return answer
 
 
@@ -145,53 +128,3 @@ def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: S
         | os.environ
         | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(path)},
     )
-
-
-def recall_trial(file: Path) -> dict[str, Any] | None:
-    """Return the cached result of a trial, and print its output again.
-
-    Returns None without a cached result, or if a module has changed since.
-    """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        kept = read_json(file)
-        if all(files.sha256(Path(name)) == digest for name, digest in kept["files"].items()):
-            result: dict[str, Any] = dict(kept["result"])
-            print(kept["printed"], end="", file=sys.stderr)
-            return result
-    return None
-
-
-def keep_trial(file: Path, began: float, result: dict[str, Any], printed: str) -> None:
-    """Cache the result of a trial, which lists the files of the imported modules, and its output.
-
-    `began` is the start of the trial in seconds since the epoch: nothing is cached if a module was edited after it.
-    """
-    paths = [Path(name) for name in result.pop("files")]
-    with contextlib.suppress(OSError):  # the trial is then repeated next time
-        digests = {str(path): files.sha256(path) for path in paths}
-        if any(path.stat().st_mtime >= began for path in paths):
-            return
-        file.parent.mkdir(exist_ok=True)
-        write_json(file, {"files": digests, "result": result, "printed": printed})
-        for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_TRIALS]:
-            old.unlink()
-
-
-def locate_trial(data: Path, command: Sequence[str], path: Sequence[str]) -> Path:
-    """Return the cache file for a trial: its name depends on the command, the environment and the data."""
-    known = [*(ROOT / "train").rglob("*.py"), *(ROOT / "train").rglob("*.toml"), *data.glob("*/*/*.json")]
-    states = sorted(_state(file) for file in known)
-    variables = {name: value for name, value in os.environ.items() if name not in VOLATILE}
-    packages = Path(sysconfig.get_path("purelib"))  # its time changes with every installation
-    versions = [sys.version, str(packages), packages.stat().st_mtime_ns]
-    depends_on = json.dumps([list(command), list(path), variables, versions, states], sort_keys=True)
-    return data / "trials" / f"{hashlib.sha256(depends_on.encode()).hexdigest()[:32]}.json"
-
-
-def _state(file: Path) -> tuple[str, int, int]:
-    """Return the path, size and modification time of a file; zeros if another command has just removed it."""
-    try:
-        status = file.stat()
-    except FileNotFoundError:
-        return str(file), 0, 0
-    return str(file), status.st_size, status.st_mtime_ns

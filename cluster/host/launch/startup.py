@@ -5,11 +5,12 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cluster.contract import user_code
+from cluster.contract import kept_results, user_code
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
@@ -26,6 +27,9 @@ from cluster.system import files, json_files
 from cluster.system.errors import PrerequisiteError
 from cluster.system.messages import counted, short_path
 from cluster.system.terminal import print_lines
+
+SLOW_CALL_S = 5.0
+"""A data function that takes longer is worth a hint, in seconds."""
 
 
 def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
@@ -182,9 +186,17 @@ def _prepare_data(plan: Plan, sh: Shell) -> None:
         return
     command = _data_words(verb, name, *words)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(plan.payload.local_path() or python_path())}
-    start = plan.runtime.program_starter
-    described = user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", environment=variables, start=start)
+    kept = kept_results.locate(data_dir(), command, plan.payload.local_path())
+    if plan.request.reuse_data and (known := kept_results.recall(kept)):
+        print_lines(f"data: {known[0]}; not called again, as nothing that it reads has changed")
+        return
+    start, began = plan.runtime.program_starter, time.monotonic()
+    described = user_code.run(
+        command, f"dataset {name}", "DATA_TIMEOUT_S", environment=variables, start=start, kept=kept
+    )
     print_lines(f"data: {described}")
+    if (took_s := time.monotonic() - began) > SLOW_CALL_S and not plan.request.reuse_data:
+        print_lines(f"data: the call took {took_s:.0f} s; --reuse-data skips it while what it reads is unchanged")
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:

@@ -128,6 +128,7 @@ class TrainingOptions:
     remat: bool = option(False, needs=Needs.TRAINER, override="pipeline.remat")
     cut: str = option(needs=Needs.TRAINER, override="pipeline.cut")
     init_from: str = option(needs=Needs.NEW_RUN, override="init-from")
+    reuse_data: bool = option(False, needs=Needs.TRAINER)
     script: str = option(needs=Needs.NEW_RUN, is_path=True)
     separate_chief: bool = option(False, needs=Needs.SCRIPT)
     requirements: str = option(is_path=True)

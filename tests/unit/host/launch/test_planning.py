@@ -279,7 +279,7 @@ def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, confi
 
 
 def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_path, capsys):
-    """The result of the data's function is never reused: what it reads may have changed."""
+    """The data's function is called at every start, as what it reads may have changed, unless --reuse-data is given."""
     config = CONFIG | {"dataset": "mine:data", "model": "mine:model", "onednn": "auto", "deterministic": True}
     config |= {"loss": "mean_squared_error", "optimizer": {"name": "adam"}}
     monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(config), (tmp_path,), ""))
@@ -289,14 +289,19 @@ def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_pa
     def start(command: list[str], environment: dict[str, str]) -> user_code.Program:
         programs.append(command[2])
         assert str(tmp_path) in environment["PYTHONPATH"].split(os.pathsep)
-        value = "9 examples" if command[2] == "train.data" else {"unverified": ALL_REPEAT, "files": []}
+        value = "9 examples" if command[2] == "train.data" else {"unverified": ALL_REPEAT}
         reply = f"import sys\nfrom cluster.contract import user_code\nuser_code.reply(lambda: {value!r})"
         return user_code.NewProcess([sys.executable, "-c", reply], ROOT, environment)
 
     monkeypatch.setattr(LocalProcesses, "program_starter", property(lambda _: start))
-    startup.start(planning.plan(Request(name="one", runtime="local", tensorboard_port="0")), no_shell, began=123.0)
-    assert ["train.data", "train.startup.preflight"] == programs
-    assert "data: 9 examples\n" in capsys.readouterr().out
+    called = []
+    for name, options in (("one", {}), ("two", {}), ("three", {"reuse_data": True})):
+        request = Request(name=name, runtime="local", tensorboard_port="0", **options)
+        startup.start(planning.plan(request), no_shell, began=123.0)
+        called.append(programs[:])
+        programs.clear()
+        assert "data: 9 examples" in capsys.readouterr().out
+    assert [["train.data", "train.startup.preflight"], ["train.data"], []] == called
 
 
 @pytest.mark.parametrize(
