@@ -7,6 +7,7 @@ random numbers.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -28,7 +29,6 @@ READING = ("open", "os.listdir", "os.scandir")
 """The events of Python's audit hooks that name a file or folder; see the table in Python's documentation."""
 
 _opened: set[str] = set()
-_hooks: list[Any] = []
 
 State = list[int] | None
 """Size, modification time in nanoseconds and inode of a file; None if there is none."""
@@ -75,11 +75,10 @@ def keep(file: Path, began: float, reply: dict[str, Any], printed: str) -> None:
             old.unlink()
 
 
+@functools.cache  # a hook stays for good
 def watch() -> None:
     """Begin to record the files and folders that Python code in this process opens for reading, or lists."""
-    if not _hooks:
-        _hooks.append(_record)
-        sys.addaudithook(_record)
+    sys.addaudithook(_record)
 
 
 def describe_inputs() -> dict[str, list[str]]:

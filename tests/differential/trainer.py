@@ -47,7 +47,7 @@ def use_forks() -> None:
             file, log = Path(scratch) / "result.json", Path(scratch) / "log"
             process = run_module(command, log, {**environment, user_code.RESULT_FILE: str(file)})
             try:
-                return user_code._read(file, what, process.wait(timeout=LIMIT_S))
+                return user_code._read(file, what, process.wait(timeout=LIMIT_S))["value"]
             except UsageError as error:
                 if "instead of returning" in str(error):  # it crashed
                     raise Failed(tail(log)) from None
