@@ -1,9 +1,9 @@
 """Results of programs that call the user's code, kept until something that they depend on changes.
 
-A result depends on its command, the environment, the installed packages and our code; on the modules that the program
-imported, by content; and on the files and folders that its Python code opened or listed, by size and time. Not tracked:
-whether a file exists, what libraries open in C or C++ (HDF5, TFRecord), child processes, the network, the time and
-random numbers.
+A result depends on its command, the environment, the installed packages and our code, and on the size and times of the
+files that the program imported and of those that its Python code opened or listed. Not tracked: what it asks about
+files without opening them, such as whether one exists; a path relative to a descriptor (`dir_fd`); what libraries open
+in C or C++ (HDF5, TFRecord); child processes, the network, the time, random numbers.
 """
 
 import contextlib
@@ -14,37 +14,41 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import source_from_cache
 from pathlib import Path
 from typing import Any
 
-from cluster.system import files
 from cluster.system.json_files import read_json, write_json
 from cluster.system.paths import ROOT
 
 VOLATILE = ("_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES")
 """Variables that differ between calls from the same shell."""
 KEPT = 50
+MODULES = ("*.py", "*.so", "*/__init__.py")
 READING = ("open", "os.listdir", "os.scandir")
 """The events of Python's audit hooks that name a file or folder; see the table in Python's documentation."""
 
 _opened: set[str] = set()
 
 State = list[int] | None
-"""Size, modification time in nanoseconds and inode of a file; None if there is none."""
+"""Size, inode and times of modification and change, in nanoseconds, of a file; None if there is none."""
 
 
-def locate(data: Path, command: Sequence[str], path: Sequence[str], depends_on: Iterable[Path] = ()) -> Path:
-    """Return the file, below `data`, for a result; its name depends on the command, the environment and these files.
+def locate(data: Path, command: Sequence[str], environment: Mapping[str, str], depends_on: Iterable[Path] = ()) -> Path:
+    """Return the file, below `data`, for a result.
 
-    `path` has the folders of the user's modules.
+    Its name depends on the command, the environment, the current folder, these files, and the names of the modules in
+    the folders of the environment's PYTHONPATH, where a new one could take another's place.
     """
     known = [*(ROOT / "train").rglob("*.py"), *(ROOT / "train").rglob("*.toml"), *depends_on]
     states = sorted((str(file), _state(file)) for file in known)
-    variables = {name: value for name, value in os.environ.items() if name not in VOLATILE}
+    variables = {name: value for name, value in environment.items() if name not in VOLATILE}
     packages = Path(sysconfig.get_path("purelib"))  # its time changes with every installation
-    versions = [sys.version, str(packages), packages.stat().st_mtime_ns]
-    text = json.dumps([list(command), list(path), variables, versions, states], sort_keys=True)
+    versions = [sys.version, str(packages), packages.stat().st_mtime_ns, str(Path.cwd())]
+    folders = [Path(folder) for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    modules = [sorted(str(file) for form in MODULES for file in folder.glob(form)) for folder in folders]
+    text = json.dumps([list(command), variables, versions, states, modules], sort_keys=True)
     return data / "results" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
@@ -52,8 +56,7 @@ def recall(file: Path) -> tuple[Any, str] | None:
     """Return the kept result and what its program printed; None if there is none, or if an input has changed."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         kept = read_json(file)
-        same = all(files.sha256(Path(name)) == digest for name, digest in kept["modules"].items())
-        if same and all(_state(Path(name)) == state for name, state in kept["files"].items()):
+        if all(_state(Path(name)) == state for name, state in kept["files"].items()):
             return kept["value"], str(kept["printed"])
     return None
 
@@ -61,16 +64,14 @@ def recall(file: Path) -> tuple[Any, str] | None:
 def keep(file: Path, began: float, reply: dict[str, Any], printed: str) -> None:
     """Keep the reply of a program that began at this time, in seconds since the epoch, and what it printed.
 
-    Nothing is kept if a module or an opened file was changed since.
+    Nothing is kept if an opened file was changed since.
     """
     with contextlib.suppress(OSError):  # the program then runs again next time
-        modules = {name: files.sha256(Path(name)) for name in reply["modules"]}
         opened = {name: _state(Path(name)) for name in {*reply["opened"]} - {*reply["written"]}}
-        states = [*opened.values(), *(_state(Path(name)) for name in modules)]
-        if any(state and state[1] >= began * 1e9 for state in states):
+        if any(state and max(state[2:]) >= began * 1e9 for state in opened.values()):
             return
         known = opened | {name: _state(Path(name)) for name in reply["written"]}
-        write_json(file, {"modules": modules, "files": known, "value": reply["value"], "printed": printed})
+        write_json(file, {"files": known, "value": reply["value"], "printed": printed})
         for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             old.unlink()
 
@@ -78,22 +79,28 @@ def keep(file: Path, began: float, reply: dict[str, Any], printed: str) -> None:
 @functools.cache  # a hook stays for good
 def watch() -> None:
     """Begin to record the files and folders that Python code in this process opens for reading, or lists."""
+    _outside()  # before the user's code can change the temporary folder
     sys.addaudithook(_record)
 
 
-def describe_inputs() -> dict[str, list[str]]:
-    """Return the files of the user's imported modules and those opened since `watch`, for `keep`."""
-    paths = sysconfig.get_paths()
-    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    # The temporary folder has files that this process generates; those of the system describe the moment.
-    others = [*installed, f"{ROOT}/cluster", f"{ROOT}/train", tempfile.gettempdir(), "/proc", "/sys", "/dev"]
-    outside = tuple(f"{folder}/" for folder in others)
+def opened() -> list[str]:
+    """Return the files of the user's imported modules, and the files and folders opened since `watch`."""
     found = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     modules = {str(Path(file).absolute()) for file in found if isinstance(file, str)}
-    return {
-        name: sorted(path for path in known if not path.startswith(outside))
-        for name, known in (("modules", modules), ("opened", {*_opened} - modules))
-    }
+    return sorted(filter(is_users, _opened | modules))
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is neither ours, nor installed with Python, nor generated by this process or by the system."""
+    return path.startswith("/") and not path.startswith(_outside())
+
+
+@functools.cache
+def _outside() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    others = [*installed, f"{ROOT}/cluster", f"{ROOT}/train", tempfile.gettempdir(), "/proc", "/sys", "/dev"]
+    return tuple(f"{folder}/" for folder in others)
 
 
 def _record(event: str, arguments: tuple[Any, ...]) -> None:
@@ -102,9 +109,10 @@ def _record(event: str, arguments: tuple[Any, ...]) -> None:
     with contextlib.suppress(Exception):  # an exception here would end the user's own call
         path, flags = arguments[0], arguments[2] if event == "open" else 0
         reads = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_DIRECTORY
-        # Modules are compared by content, and which one is found does not depend on the other files of a folder.
-        if reads and not sys._getframe(1).f_code.co_filename.startswith("<frozen importlib"):
-            _opened.add(str(Path(os.fsdecode(path)).absolute()))
+        imports = sys._getframe(1).f_code.co_filename.startswith("<frozen importlib")
+        if reads and not (imports and event == "os.listdir"):  # see `locate`
+            file = os.fsdecode(path)
+            _opened.add(str(Path(source_from_cache(file) if imports and file.endswith(".pyc") else file).absolute()))
 
 
 def _state(file: Path) -> State:
@@ -112,4 +120,4 @@ def _state(file: Path) -> State:
         status = file.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]

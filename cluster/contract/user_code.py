@@ -26,6 +26,8 @@ from cluster.system.paths import ROOT
 
 RESULT_FILE = "RESULT_FILE"
 """The environment variable that names the file for the result."""
+FOLDER = "CALLED_IN"
+"""The environment variable that names the folder in which a data function runs: that of the user's command."""
 
 ERRORS = {error.exit_code: error for error in (ClusterError, UsageError, PrerequisiteError, TimedOut)}
 
@@ -142,7 +144,7 @@ def reply(body: Callable[[], Any], written: Sequence[Path] = ()) -> int:
     kept_results.watch()
     try:
         result["value"] = body()
-        result |= kept_results.describe_inputs() | {"written": [str(path.absolute()) for path in written]}
+        result |= {"opened": kept_results.opened(), "written": [str(path.absolute()) for path in written]}
     except ClusterError as error:
         result, code = {"error": str(error), "exit_code": error.exit_code}, error.exit_code
     scratch = file.with_suffix(".part")

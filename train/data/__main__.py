@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif calls_function or arguments.command == "examine":
             return _in_another_process(argv, arguments)
         else:
-            say(_write(arguments, []))
+            say(_write(arguments, [])["text"])
     except ClusterError as error:
         print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
-def _write(arguments: argparse.Namespace, written: list[Path]) -> str:
-    """Prepare, shard or examine a dataset; return its description, and add its files to `written`."""
-    name, data_dir, fresh = arguments.name, arguments.data_dir, arguments.fresh
+def _write(arguments: argparse.Namespace, written: list[Path]) -> dict[str, str]:
+    """Prepare, shard or examine a dataset; return its description and version, and add its files to `written`."""
+    name, data_dir, fresh = arguments.name, arguments.data_dir.absolute(), arguments.fresh
     if arguments.command == "prepare":
         if is_user_dataset(name):
             references.check_reference("--name", name, ())
@@ -64,16 +64,19 @@ def _write(arguments: argparse.Namespace, written: list[Path]) -> str:
         from train.data.function.examine import examine_function
         from train.data.prepare.sharding import write_shards
     if arguments.command == "shard":
-        return str(write_shards(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=fresh))
+        record: DatasetRecord = write_shards(
+            name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=fresh
+        )
+        return _described(record, data_dir, written)
     data_dir = data_dir.resolve()
     record = examine_function(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=fresh)
     return _described(record, data_dir, written)
 
 
-def _described(record: DatasetRecord, data_dir: Path, written: list[Path]) -> str:
+def _described(record: DatasetRecord, data_dir: Path, written: list[Path]) -> dict[str, str]:
     pointer = store.pointer_of(data_dir, record.kind, record.name)
     written += [pointer, record.path(data_dir, record.name, record.version), *(file.path for file in record.files)]
-    return str(record)
+    return {"text": str(record), "version": record.version}
 
 
 def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespace) -> int:
@@ -82,7 +85,8 @@ def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespac
         written: list[Path] = []
         return user_code.reply(lambda: _write(arguments, written), written)
     command, subject = [sys.executable, "-m", "train.data", *(argv or sys.argv[1:])], f"dataset {arguments.name}"
-    say(user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ))
+    answer = user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ)
+    say(answer["text"])
     return EXIT_DONE
 
 

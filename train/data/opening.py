@@ -25,7 +25,7 @@ def open_source(config: TrainConfig, data_dir: Path, run: RunFolder | None = Non
     """
     if run is None:
         return _open_version(config, data_dir)
-    record = run.control / "data.json"
+    record = run.data_version
     if not record.exists():
         newest = _open_version(config, data_dir)
         create_json(record, {"version": newest.record.version, "num_shards": newest.num_shards})

@@ -4,6 +4,7 @@ Standard library only: finding and verifying prepared data needs neither NumPy n
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.json_files import DISK_FULL, write_json
+from train.settings import references
 
 T = TypeVar("T")
 
@@ -30,8 +32,16 @@ def path_of(data_dir: Path, kind: str, name: str, version: str) -> Path:
 
 
 def pointer_of(data_dir: Path, kind: str, name: str) -> Path:
-    """Return the file that names the newest version of a dataset, `<data_dir>/<kind>/<name>.json`."""
-    return data_dir / kind / f"{slug(name)}.json"
+    """Return the file that names the newest version of a dataset, `<data_dir>/<kind>/<name>.json`.
+
+    The name of a user's dataset, such as data:data, means another one in each project, so the folder counts, too.
+    """
+    folder, suffix = None, ""
+    with contextlib.suppress(ValueError):  # a module that was not imported from a file
+        folder = references.code_dir(name)
+    if folder:
+        suffix = f"-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+    return data_dir / kind / f"{slug(name)}{suffix}.json"
 
 
 def read_index(path: Path, parse: Callable[[Any], T], missing: str, again: str) -> T:

@@ -40,8 +40,11 @@ class UserDataset:
 
 
 def read_dataset(name: str) -> UserDataset:
-    """Call the function `package.module:function` and return its arrays, in the types of `DTYPES`."""
-    with _own_tensorflow():
+    """Call the function `package.module:function` and return its arrays, in the types of `DTYPES`.
+
+    Its current folder is that of the user's command, where it finds the files that it names.
+    """
+    with _own_tensorflow(), contextlib.chdir(os.environ.get(user_code.FOLDER, ".")):
         function = references.load_object("--dataset", name)
         if callable(function) and not references.accepts_arguments(function):
             raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")

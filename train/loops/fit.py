@@ -231,7 +231,7 @@ def warn_of_sum(model: keras.Model, replicas: int) -> None:
         print(
             f"warning: the gradients of {replicas} replicas are added up, and {type(model).__name__}.train_step does "
             "not divide its loss by their number, as compute_loss does; divide it by "
-            "tf.distribute.get_strategy().num_replicas_in_sync",
+            "tf.distribute.get_strategy().num_replicas_in_sync, but not what its metrics are given",
             file=sys.stderr,
         )
 

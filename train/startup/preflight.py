@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.contract import user_code
+from cluster.contract import kept_results, user_code
 from train.config import TrainConfig
 from train.startup import preload
 
@@ -27,13 +27,32 @@ def main(work: str, described: str) -> int:
     preload.set_variables(config, options["strategy"])
 
     def build() -> dict[str, Any]:
+        missing = _watch_variables()
         from train.startup import model_checks  # imports TensorFlow
 
         if work == "memory":
             return model_checks.measure_model(config, options["strategy"], data_dir)
-        return model_checks.check_parts(config, data_dir=data_dir, **options)
+        return model_checks.check_parts(config, data_dir=data_dir, **options) | {"missing": sorted(missing)}
 
     return user_code.reply(build)
+
+
+def _watch_variables() -> set[str]:
+    """Return the environment variables that the user's code will look for and not find."""
+    variables: Any = os.environ  # its attributes are not in the type stubs
+    missing, encode = set[str](), variables.encodekey
+
+    def record(key: str) -> Any:
+        encoded, caller = encode(key), sys._getframe(1)
+        if caller.f_code.co_name == "__getitem__" and encoded not in variables._data:
+            while caller.f_back and caller.f_code.co_filename.startswith("<frozen"):  # os.getenv
+                caller = caller.f_back
+            if kept_results.is_users(caller.f_code.co_filename):
+                missing.add(key)
+        return encoded
+
+    variables.encodekey = record
+    return missing
 
 
 if __name__ == "__main__":

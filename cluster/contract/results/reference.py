@@ -76,7 +76,7 @@ def _training(run: RunFolder) -> tuple[Any, ...] | None:
     """Return everything that determines a run's bits; None if its records are damaged."""
     try:
         config = {key: value for key, value in run.load_config().items() if key not in NO_EFFECT_ON_BITS}
-        version = records.read_record(run.control / "data.json", dictionary(Record), {}).get("version")
+        version = records.read_record(run.data_version, dictionary(Record), {}).get("version")
         if _elastic(run):
             return config, version
         spec = run.load_cluster()

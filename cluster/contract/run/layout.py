@@ -65,6 +65,8 @@ class Paths:
     """The request to save and stop."""
     gang = _Within("control", "gang.json")
     """The address of the agents' hub."""
+    data_version = _Within("control", "data.json")
+    """The version of the data, which every generation uses even if a newer one exists."""
     token = _Within("control", "token.json")
     """The shared secret with which the run's agents authenticate each other."""
     withdrawn_stop = _Within("control", "withdrawn.json")

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def resolve_config(
 def check_config(
     config: dict[str, Any],
     cluster: ClusterSpec,
-    path: Sequence[str],
+    environment: Mapping[str, str],
     *,
     memory_bytes: int = 0,
     start: user_code.Start | None = None,
@@ -55,12 +55,13 @@ def check_config(
     """Check that a configuration's data, model and loss fit together; the data must be prepared.
 
     Built-in ones do. Others, and a model that is cut into stages, are tried, which takes as long as TensorFlow's import
-    unless `start` starts a process that has imported it. The user's modules are in the folders of `path`; a stage may
-    use `memory_bytes`, 0 for any amount.
+    unless `start` starts a process that has imported it. `environment` is that of the tasks; a stage may use
+    `memory_bytes`, 0 for any amount.
 
     Returns:
-        The result of `train.pipeline.stage_models.describe_partition` for a model with stages, and under `unverified`
-        the operations that keep oneDNN off, see `train/startup/primitives.py`; empty for built-in models.
+        The result of `train.pipeline.stage_models.describe_partition` for a model with stages; under `unverified`
+        the operations that keep oneDNN off, see `train/startup/primitives.py`; under `missing` the variables that the
+        user's code looked for and did not find. Empty for built-in models.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
     named.append(config.get("optimizer", {}).get("name", ""))
@@ -77,34 +78,33 @@ def check_config(
     options = (
         f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}"
     )
-    return _preflight("check", config, cluster, path, options, numbers, start)
+    return _preflight("check", config, cluster, environment, options, numbers, start)
 
 
-def count_memory(config: dict[str, Any], cluster: ClusterSpec, path: Sequence[str]) -> dict[str, Any]:
+def count_memory(config: dict[str, Any], cluster: ClusterSpec, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the sizes of the parts of a configuration's model, such as weights and activations, in bytes."""
-    return _preflight("memory", config, cluster, path, f"--model {config['model']!r}", {})
+    return _preflight("memory", config, cluster, environment, f"--model {config['model']!r}", {})
 
 
 def _preflight(
     work: str,
     config: dict[str, Any],
     cluster: ClusterSpec,
-    path: Sequence[str],
+    environment: Mapping[str, str],
     options: str,
     numbers: dict[str, int | None],
     start: user_code.Start | None = None,
 ) -> dict[str, Any]:
     """Run `train/startup/preflight.py`; the result of a check is kept while its inputs are unchanged."""
-    described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data_dir()), **numbers}
-    command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
     data = data_dir()
-    kept = kept_results.locate(data, command, path, data.glob("*/*/*.json")) if work == "check" else None
+    described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data), **numbers}
+    command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
+    kept = kept_results.locate(data, command, environment, data.glob("*/*/*.json")) if work == "check" else None
     if kept and (known := kept_results.recall(kept)):
         found, printed = known
         print(printed, end="", file=sys.stderr)
     else:
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-        found = user_code.run(command, options, "PRESET_TIMEOUT_S", environment=variables, start=start, kept=kept)
+        found = user_code.run(command, options, "PRESET_TIMEOUT_S", environment=environment, start=start, kept=kept)
     answer: dict[str, Any] = found
     return answer
 

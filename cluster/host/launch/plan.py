@@ -180,9 +180,9 @@ class Plan(Workload):
 
     def try_configuration(self) -> dict[str, Any]:
         """Check that model, data and loss fit together; return the result of `configuration.check_config`."""
-        path = self.payload.local_path()
+        environment = self.payload.trial_environment()
         limit, start = self.stage_memory_bytes, self.runtime.program_starter
-        return configuration.check_config(self.config, self.cluster, path, memory_bytes=limit, start=start)
+        return configuration.check_config(self.config, self.cluster, environment, memory_bytes=limit, start=start)
 
     @property
     def stage_memory_bytes(self) -> int:
@@ -325,7 +325,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
         }
     try:
         print_wait("counting what the model holds in memory")
-        sizes = configuration.count_memory(plan.config, plan.cluster, plan.payload.local_path())
+        sizes = configuration.count_memory(plan.config, plan.cluster, plan.payload.trial_environment())
     except ClusterError as error:
         return {"unknown": str(error)}
     return sizes | assess(plan, sizes)

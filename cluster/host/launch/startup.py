@@ -6,8 +6,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from cluster.contract import kept_results, user_code
@@ -21,7 +22,7 @@ from cluster.host.launch.plan import Plan
 from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
-from cluster.host.runtime.payload import data_words, python_path
+from cluster.host.runtime.payload import data_words, parse_variables, python_path
 from cluster.host.view import interrupts
 from cluster.system import files, json_files
 from cluster.system.errors import PrerequisiteError
@@ -65,13 +66,17 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         metrics_server.check_port(plan.options.count("metrics_port"))
         likely = {"onednn": plan.fast_kernels[0]} if plan.chooses_kernels else {}
         plan.runtime.anticipate(plan, plan.compose, plan.config | likely)
-        if not (plan.data or plan.payload.script):
-            _prepare_data(plan, sh)
+        version = "" if plan.data or plan.payload.script else _prepare_data(plan, sh)
         stages = {} if plan.payload.script else plan.try_configuration()
+        if hidden := [name for name in stages.get("missing", ()) if name in os.environ]:
+            print_lines(
+                f"warning: your code looks for the variable {' and '.join(hidden)}, which is set here, but not for the "
+                f"tasks; add --env {' --env '.join(hidden)}"
+            )
         if plan.chooses_kernels:
             _decide_kernels(plan, stages.get("unverified", {}))
         plan.runtime.prepare(plan, sh)
-        _write_folder(plan, began, stages.get("record"))
+        _write_folder(plan, began, stages.get("record"), version)
         _start_tasks(plan, sh)
         if plan.mirror:
             mirror.start_upload(plan.run)
@@ -153,21 +158,32 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         )
 
 
-def data_command(verb: str, name: str, *words: str, path: Sequence[str] = ()) -> str:
-    """Return a command of `python -m train.data` for a dataset, whose modules are in the folders of `path`.
+def data_command(verb: str, name: str, *words: str, variables: Mapping[str, str] | None = None) -> str:
+    """Return a command of `python -m train.data` for a dataset, by default a user's of the current folder.
 
     It runs in a separate process because it may import TensorFlow.
     """
-    return with_modules(path, shlex.join(_data_words(verb, name, *words)))
+    if variables is None:
+        variables = user_variables([str(Path.cwd()), *python_path()]) if ":" in name else {}
+    return with_variables(variables, shlex.join(_data_words(verb, name, *words)))
 
 
 def _data_words(verb: str, name: str, *words: str) -> list[str]:
     return [sys.executable, "-m", "train.data", verb, "--name", name, "--data-dir", str(data_dir()), *words]
 
 
-def with_modules(path: Sequence[str], command: str) -> str:
-    """Return a shell command with PYTHONPATH set to these folders, if any."""
-    return (f"PYTHONPATH={shlex.quote(os.pathsep.join(path))} " if path else "") + command
+def user_variables(path: Sequence[str], env: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables for a program that calls the user's functions, besides those of this process.
+
+    Their modules are in the folders of `path`; `env` has the values of `--env`.
+    """
+    given = {name: value for name, value in parse_variables(env).items() if value is not None}
+    return {**given, "PYTHONPATH": os.pathsep.join(path), user_code.FOLDER: str(Path.cwd())}
+
+
+def with_variables(variables: Mapping[str, str], command: str) -> str:
+    """Return a shell command with these variables."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), command])
 
 
 def _data_commands(plan: Plan) -> list[str]:
@@ -175,28 +191,32 @@ def _data_commands(plan: Plan) -> list[str]:
     if plan.payload.script:
         return []
     verb, *words = data_words(plan.config)
-    return [data_command(verb, plan.config["dataset"], *words, path=plan.payload.local_path())]
+    return [data_command(verb, plan.config["dataset"], *words, variables=_data_variables(plan))]
 
 
-def _prepare_data(plan: Plan, sh: Shell) -> None:
-    """Prepare the data by the command of `_data_commands`; a user's function is called through `user_code.run`."""
+def _data_variables(plan: Plan) -> dict[str, str]:
+    name, path = plan.config["dataset"], plan.payload.local_path()
+    return user_variables(path or python_path(), plan.payload.env) if ":" in name or path else {}
+
+
+def _prepare_data(plan: Plan, sh: Shell) -> str:
+    """Prepare the data by the command of `_data_commands`; return its version if a user's function was called."""
     name, (verb, *words) = plan.config["dataset"], data_words(plan.config)
     if ":" not in name or verb == "shard":
         sh(*_data_commands(plan))
-        return
-    command = _data_words(verb, name, *words)
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(plan.payload.local_path() or python_path())}
-    kept = kept_results.locate(data_dir(), command, plan.payload.local_path())
+        return ""
+    command, environment = _data_words(verb, name, *words), os.environ | _data_variables(plan)
+    kept = kept_results.locate(data_dir(), command, environment)
     if plan.request.reuse_data and (known := kept_results.recall(kept)):
-        print_lines(f"data: {known[0]}; not called again, as nothing that it reads has changed")
-        return
+        found: dict[str, str] = known[0]
+        print_lines(f"data: {found['text']}; not called again, as nothing that it reads has changed")
+        return found["version"]
     start, began = plan.runtime.program_starter, time.monotonic()
-    described = user_code.run(
-        command, f"dataset {name}", "DATA_TIMEOUT_S", environment=variables, start=start, kept=kept
-    )
-    print_lines(f"data: {described}")
+    found = user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", environment=environment, start=start, kept=kept)
+    print_lines(f"data: {found['text']}")
     if (took_s := time.monotonic() - began) > SLOW_CALL_S and not plan.request.reuse_data:
         print_lines(f"data: the call took {took_s:.0f} s; --reuse-data skips it while what it reads is unchanged")
+    return found["version"]
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
@@ -213,13 +233,15 @@ def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
     return tensorboard.start(runs_dir(), port, runtime.board, sh)
 
 
-def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None) -> None:
+def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None, version: str) -> None:
     if plan.replaces or plan.run.incomplete:
         plan.run.delete()
     if not plan.resumes:
         _make_folder(plan)
     try:
         _write_records(plan, began, stages)
+        if version and not plan.resumes:  # the name may stand for other data when the tasks begin
+            json_files.write_json(plan.run.data_version, {"version": version, "num_shards": 0})
     except BaseException:
         if not plan.resumes:  # nothing was started: free the name again
             with contextlib.suppress(OSError):

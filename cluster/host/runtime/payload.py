@@ -169,6 +169,13 @@ class Payload:
         """Return PYTHONPATH for processes on this machine; empty if the caller's PYTHONPATH is enough."""
         return list(dict.fromkeys([*self.path, *python_path()])) if self.path else []
 
+    def trial_environment(self) -> dict[str, str]:
+        """Return the environment in which the user's model is tried: that of a local task."""
+        given = parse_variables(self.env)
+        values = {name: value for name, value in given.items() if value is not None}
+        path = os.pathsep.join(self.local_path() or python_path())
+        return process_variables(given) | values | {"PYTHONPATH": path}
+
     def needs_legacy_keras(self, spec: ClusterSpec) -> bool:
         """Whether tf.keras must be Keras 2: Keras 3's own `fit` does not know the strategy."""
         chosen = LEGACY_KERAS in os.environ or LEGACY_KERAS in parse_variables(self.env)

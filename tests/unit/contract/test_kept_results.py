@@ -8,23 +8,24 @@ import pytest
 
 from cluster.contract import kept_results, user_code
 
-COMMAND, REPLY = ["python", "-m", "train.startup.preflight"], {"value": 1, "modules": [], "opened": [], "written": []}
+COMMAND, REPLY = ["python", "-m", "train.startup.preflight"], {"value": 1, "opened": [], "written": []}
 READS = {
     "open": "open('table.csv').read()",
-    "pathlib": "Path('table.csv').read_text()",
     "os": "os.read(os.open('table.csv', os.O_RDONLY), 100).decode()",
     "numpy": "str(np.loadtxt('table.csv').tolist())",
     "memory map": "bytes(np.memmap('table.csv', mode='r+')).decode()",
     "a listing": "str(sorted(os.listdir('pictures')))",
-    "glob": "str(sorted(Path('pictures').glob('*.png')))",
     "a helper": "str(helper.VALUE)",
+    "a helper that is not imported": "str(runpy.run_path('helper.py')['VALUE'])",
+    "a module that is not there": "str(importlib.util.find_spec('later') is None)",
+    "a file of a package": "pkgutil.get_data('packed', 'table.csv').decode()",
 }
 """Ways to read what `change` changes, as expressions."""
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"modules": 1}', '{"modules": {"/nonexistent": "0"}, "value": 1}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"files": 1}', '{"files": {"/nonexistent": [0]}, "value": 1}'])
 def test_a_damaged_record_counts_as_none(tmp_path, damage):
-    kept = kept_results.locate(tmp_path, COMMAND, [])
+    kept = kept_results.locate(tmp_path, COMMAND, {})
     kept_results.keep(kept, 0.0, REPLY, "text")
     assert kept_results.recall(kept) == (1, "text")
     kept.write_text(damage)
@@ -32,32 +33,32 @@ def test_a_damaged_record_counts_as_none(tmp_path, damage):
 
 
 def test_a_program_in_another_environment_is_another_one(tmp_path, monkeypatch):
-    kept_results.keep(kept_results.locate(tmp_path, COMMAND, []), 0.0, REPLY, "")
+    kept_results.keep(kept_results.locate(tmp_path, COMMAND, os.environ), 0.0, REPLY, "")
     monkeypatch.setenv("WIDTH_OF_THEIR_MODEL", "64")
-    assert kept_results.recall(kept_results.locate(tmp_path, COMMAND, [])) is None
-    assert kept_results.recall(kept_results.locate(tmp_path, [*COMMAND, "--replicas=2"], [])) is None
+    assert kept_results.recall(kept_results.locate(tmp_path, COMMAND, os.environ)) is None
+    assert kept_results.recall(kept_results.locate(tmp_path, [*COMMAND, "--replicas=2"], os.environ)) is None
 
 
-@pytest.mark.parametrize("kind", ["modules", "opened"])
-def test_a_result_during_which_an_input_was_edited_is_not_kept(tmp_path, kind):
-    module, kept = tmp_path / "model.py", kept_results.locate(tmp_path, COMMAND, [])
+def test_a_result_during_which_an_input_was_edited_is_not_kept(tmp_path):
+    module, kept = tmp_path / "model.py", kept_results.locate(tmp_path, COMMAND, {})
     module.touch()
     written = module.stat().st_mtime
-    kept_results.keep(kept, written - 1, REPLY | {kind: [str(module)]}, "")
+    kept_results.keep(kept, written - 1, REPLY | {"opened": [str(module)]}, "")
     assert kept_results.recall(kept) is None
-    kept_results.keep(kept, written + 1, REPLY | {kind: [str(module)]}, "")
+    kept_results.keep(kept, written + 1, REPLY | {"opened": [str(module)]}, "")
     assert kept_results.recall(kept) == (1, "")
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder with the modules and files of `READS`, of yesterday."""
+    """A folder with the modules and files of `READS`."""
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "1.png").touch()
-    (tmp_path / "table.csv").write_text("1\n2\n")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "__init__.py").touch()
+    for table in (tmp_path / "table.csv", tmp_path / "packed" / "table.csv"):
+        table.write_text("1\n2\n")
     (tmp_path / "helper.py").write_text("VALUE = 1\n")
-    for path in [*tmp_path.rglob("*"), tmp_path]:
-        os.utime(path, (1, 1))
     return tmp_path
 
 
@@ -71,25 +72,32 @@ from cluster.contract import user_code
 sys.path.append({str(folder)!r})
 os.chdir({str(folder)!r})
 def body():
-    import helper, numpy as np
+    import helper, importlib.util, numpy as np, packed, pkgutil, runpy
     return {expression}
 sys.exit(user_code.reply(body))
 """
     command = [sys.executable, "-B", "-c", lines]
-    kept = kept_results.locate(folder / "data", command, [])
+    kept = kept_results.locate(folder / "data", command, {"PYTHONPATH": str(folder)})
     before = kept_results.recall(kept)
     value = user_code.run(command, "it", "PRESET_TIMEOUT_S", environment=os.environ, kept=kept)
     return value, before and before[0]
 
 
 def change(folder: Path, what: str) -> None:
-    """Change what the expression of `READS` reads."""
-    if what == "a helper":
+    """Change what the expression of `READS` reads, and restore all times of modification."""
+    before = [(path, path.stat().st_mtime_ns) for path in [folder, *folder.rglob("*")]]
+    if "helper" in what:
         (folder / "helper.py").write_text("VALUE = 2\n")
-    elif what in ("a listing", "glob"):
+    elif what == "a module that is not there":
+        (folder / "later.py").touch()
+    elif what == "a file of a package":
+        (folder / "packed" / "table.csv").write_text("3\n4\n")
+    elif what == "a listing":
         (folder / "pictures" / "2.png").touch()
     else:
         (folder / "table.csv").write_text("3\n4\n")
+    for path, time_ns in before:
+        os.utime(path, ns=(time_ns, time_ns))
 
 
 @pytest.mark.parametrize("what", READS)
@@ -106,7 +114,7 @@ def test_a_call_is_repeated_once_what_it_reads_changes(folder, what):
 
 @pytest.mark.parametrize("damage", [Path.unlink, Path.touch, lambda path: path.write_bytes(b"")])
 def test_a_call_is_repeated_once_its_own_files_are_gone_or_damaged(tmp_path, damage):
-    file, kept = tmp_path / "features.bin", kept_results.locate(tmp_path, COMMAND, [])
+    file, kept = tmp_path / "features.bin", kept_results.locate(tmp_path, COMMAND, {})
     file.write_bytes(b"12345678")
     os.utime(file, (1, 1))
     kept_results.keep(kept, 0.0, REPLY | {"written": [str(file)], "opened": [str(file)]}, "")

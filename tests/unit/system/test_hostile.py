@@ -168,7 +168,7 @@ def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(folder, 
     assert ["chief", "worker-0"] == words[-2:]
     variables, words = words_of(compose_services.tensorboard_command(Path("/") / folder, 6006, "up"))
     assert (f"/{folder}", ["docker", "compose"]) == (variables["RUNS_DIR"], words[:2])
-    variables, words = words_of(startup.data_command("prepare", name, path=path))
+    variables, words = words_of(startup.data_command("prepare", name, variables=startup.user_variables(path)))
     assert ["--name", name] == words[4:6]
     assert os.pathsep.join(path) == variables.get("PYTHONPATH", "")
 

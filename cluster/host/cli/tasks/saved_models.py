@@ -67,4 +67,4 @@ def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> s
         path.append(str(packages.install_packages(Path(named), registry.LOCAL.python)))
     where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
     command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
-    return startup.with_modules([*path, *python_path()], command)
+    return startup.with_variables(startup.user_variables([*path, *python_path()], run.started.env), command)

@@ -73,13 +73,13 @@ def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(make_run
     run, c = make_run(workers=0), context()
     wanted = tmp_path / "mine.txt"
     monkeypatch.setattr(packages, "install_packages", lambda file, python: "/installed" if file == wanted else None)
-    started = {"code_dirs": ["/my code"], "requirements": str(wanted)}
+    started = {"code_dirs": ["/my code"], "requirements": str(wanted), "env": ["WIDTH=9", "DEPTH"]}
     write_json(run.control / "started.json", run.load_started().to_json() | started)
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     tasks.ns["evaluate"](c, run=run.name, trust=True)
     (evaluates,) = map(shlex.split, commands(c))
-    assert "PYTHONPATH=/my code:/installed:/theirs" == evaluates[0]
-    assert ["-m", "train.saved_model", "evaluate"] == evaluates[2:5]
+    assert ["WIDTH=9", "PYTHONPATH=/my code:/installed:/theirs"] == evaluates[:2]
+    assert ["-m", "train.saved_model", "evaluate"] == evaluates[4:7]
 
 
 def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys):

@@ -34,7 +34,7 @@ def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
         memory=Memory(task_bytes=task_bytes),
         gpus=Placement(memory_bytes=gpu_bytes),
         runtime=SimpleNamespace(is_remote=False),
-        payload=SimpleNamespace(script=None, requirements=None, local_path=list),
+        payload=SimpleNamespace(script=None, requirements=None, trial_environment=dict),
         data="60000 examples",
     )
 

@@ -246,8 +246,9 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, t
     assert planned.run.name.startswith("mine.presets-small-")
     path = f"{tmp_path}/mine"
     assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]
-    prepare = [f"PYTHONPATH={path}", sys.executable, "-m", "train.data", "prepare"]
-    assert prepare == shlex.split(startup.list_commands(planned)[0])[:5]
+    prepare = [f"PYTHONPATH={path}", f"CALLED_IN={Path.cwd()}", sys.executable, "-m", "train.data", "prepare"]
+    assert prepare == shlex.split(startup.list_commands(planned)[0])[:6]
+    assert f"PYTHONPATH={Path.cwd()}:{path} " in startup.data_command("prepare", "mine:data")
     docker(WORKING_ENGINE)
     task = planning.plan(Request(preset="mine.presets:small", workers=1)).compose["services"]["chief"]
     assert "/code/0" == task["environment"]["PYTHONPATH"]

@@ -278,8 +278,15 @@ def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, confi
     assert (decided, imports) == (read_json(planned.run.config)["onednn"], anticipated)
 
 
+TRIED = {"unverified": ALL_REPEAT, "missing": ["DEBUG_OF_THEIRS", "WIDTH"]}
+
+
 def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_path, capsys):
-    """The data's function is called at every start, as what it reads may have changed, unless --reuse-data is given."""
+    """The data's function is called at every start, as what it reads may have changed, unless --reuse-data is given.
+
+    The model is tried with the variables of the tasks, which do not have WIDTH.
+    """
+    monkeypatch.setenv("WIDTH", "9")
     config = CONFIG | {"dataset": "mine:data", "model": "mine:model", "onednn": "auto", "deterministic": True}
     config |= {"loss": "mean_squared_error", "optimizer": {"name": "adam"}}
     monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(config), (tmp_path,), ""))
@@ -289,18 +296,23 @@ def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_pa
     def start(command: list[str], environment: dict[str, str]) -> user_code.Program:
         programs.append(command[2])
         assert str(tmp_path) in environment["PYTHONPATH"].split(os.pathsep)
-        value = "9 examples" if command[2] == "train.data" else {"unverified": ALL_REPEAT}
+        assert ("4", command[2] == "train.data") == (environment["DEPTH"], "WIDTH" in environment)
+        value = {"text": "9 examples", "version": "1a2b"} if command[2] == "train.data" else TRIED
         reply = f"import sys\nfrom cluster.contract import user_code\nuser_code.reply(lambda: {value!r})"
         return user_code.NewProcess([sys.executable, "-c", reply], ROOT, environment)
 
     monkeypatch.setattr(LocalProcesses, "program_starter", property(lambda _: start))
     called = []
     for name, options in (("one", {}), ("two", {}), ("three", {"reuse_data": True})):
-        request = Request(name=name, runtime="local", tensorboard_port="0", **options)
-        startup.start(planning.plan(request), no_shell, began=123.0)
+        request = Request(name=name, runtime="local", tensorboard_port="0", env=("DEPTH=4",), **options)
+        planned = planning.plan(request)
+        startup.start(planned, no_shell, began=123.0)
         called.append(programs[:])
         programs.clear()
-        assert "data: 9 examples" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "data: 9 examples" in printed
+        assert "--env WIDTH\n" in printed
+        assert "1a2b" == read_json(planned.run.data_version)["version"]
     assert [["train.data", "train.startup.preflight"], ["train.data"], []] == called
 
 

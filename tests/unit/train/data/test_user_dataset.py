@@ -1,11 +1,12 @@
 """A dataset of the user's own: called every time, checked in one line, kept under the digest of its contents."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,37 @@ def test_the_command_imports_from_where_it_is_run_and_keeps_what_the_function_pr
     message = r"data: my_data:data [0-9a-f]{12}: 2 examples to train, 2 to test, each \[2\] float32, 1 output\n"
     assert re.fullmatch(message, done.stdout)
     assert "theirs" in done.stderr.splitlines()
+
+
+def test_a_function_finds_its_files_in_the_folder_of_the_command(tmp_path):
+    (tmp_path / "called").mkdir()
+    (tmp_path / "called" / "size.txt").write_text("3")
+    lines = "def data(): return {split: (np.ones((int(open('size.txt').read()), 2)), np.ones(3)) for split in GOOD}"
+    done = prepare_command(tmp_path, lines, CALLED_IN=str(tmp_path / "called"))
+    assert 0 == done.returncode, done.stderr
+    assert (tmp_path / "data" / "arrays").is_dir()
+
+
+def test_datasets_of_the_same_name_in_two_projects_are_two(tmp_path, monkeypatch):
+    projects = [tmp_path / "one", tmp_path / "other"]
+
+    @contextlib.contextmanager
+    def inside(project: Path) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(project))
+            patch.delitem(sys.modules, "same_name", raising=False)
+            yield
+
+    versions = []
+    for value, project in enumerate(projects):
+        project.mkdir()
+        data = f"def data(): return {{split: (arrays[0] + {value}, arrays[1]) for split, arrays in GOOD.items()}}"
+        (project / "same_name.py").write_text(DATA + data)
+        with inside(project):
+            versions.append(prepare.prepare_dataset("same_name:data", tmp_path / "data").version)
+    for version, project in zip(versions, projects, strict=True):
+        with inside(project):
+            assert version == ArrayRecord.find(tmp_path / "data", "same_name:data").version
 
 
 @pytest.mark.slow

@@ -310,7 +310,7 @@ def test_a_train_step_that_adds_up_the_gradients_of_replicas_is_reported(
 def test_built_in_parts_are_not_tried(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "Popen", None)
     for config in (TrainConfig(), TrainConfig(dataset="train.presets.resnet50_synthetic:imagenet", model="resnet50")):
-        configuration.check_config(config.to_json(), spec.build(workers=0), [])
+        configuration.check_config(config.to_json(), spec.build(workers=0), {})
 
 
 PARAMETERS = 121_930

@@ -1,5 +1,6 @@
 """oneDNN's primitives in users' models, and which models compute with them."""
 
+import os
 import tomllib
 
 import pytest
@@ -96,6 +97,7 @@ def test_the_table_lists_no_operation_twice(instructions):
 
 
 PARTS = """
+import os
 import numpy as np
 from tensorflow import keras
 import {helper}
@@ -105,7 +107,7 @@ def data():
     return {{"train": split, "test": split}}
 
 def model(shape, outputs):
-    print("built")
+    print("built", os.environ.get("WIDTH"), os.getenv("HOME"))
     return keras.Sequential(
         [keras.Input(shape), keras.layers.Conv2D(4, {helper}.KERNEL, strides=2), keras.layers.Flatten(),
          keras.layers.Dense(outputs)]
@@ -123,13 +125,13 @@ def test_a_model_is_tried_again_only_when_something_has_changed(tmp_path, monkey
 
     def check() -> tuple[list[str], bool]:
         capfd.readouterr()
-        found = configuration.check_config(config, spec.build(workers=0), [str(tmp_path)])
+        found = configuration.check_config(config, spec.build(workers=0), os.environ | {"PYTHONPATH": str(tmp_path)})
         shown = capfd.readouterr()
-        assert "" == shown.out
+        assert ("", ["WIDTH"]) == (shown.out, found["missing"])
         return found["unverified"]["avx2"], "built" in shown.err
 
     assert (["Conv2D 1x1 strided"], True) == check()
-    again = {"files": [], "unverified": {"avx2": ["tried again"]}}
+    again = {"missing": ["WIDTH"], "unverified": {"avx2": ["tried again"]}}
     monkeypatch.setattr(configuration.user_code, "run", lambda *_, **__: dict(again))
     assert (["Conv2D 1x1 strided"], True) == check()
     (tmp_path / "own_kernel.py").write_text("KERNEL = 3\n")
