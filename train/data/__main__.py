@@ -6,9 +6,10 @@ python -m train.data prepare|shard|examine|verify [--name NAME] [--data-dir DIR]
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cluster.contract import user_code
 from cluster.system import quiet
@@ -53,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
-def _write(arguments: argparse.Namespace, written: list[Path]) -> dict[str, str]:
-    """Prepare, shard or examine a dataset; return its description and version, and add its files to `written`."""
-    name, data_dir, fresh = arguments.name, arguments.data_dir.absolute(), arguments.fresh
+def _write(arguments: argparse.Namespace, written: list[Path]) -> dict[str, Any]:
+    """Prepare, shard or examine a dataset; return what `_described` does."""
+    name, data_dir, fresh, began = arguments.name, arguments.data_dir.absolute(), arguments.fresh, time.monotonic()
     if arguments.command == "prepare":
         if is_user_dataset(name):
             references.check_reference("--name", name, ())
-        return _described(prepare_dataset(name, data_dir, fresh), data_dir, written)
+        return _described(prepare_dataset(name, data_dir, fresh), data_dir, began, written)
     with quiet.imports():  # they import TensorFlow
         from train.data.function.examine import examine_function
         from train.data.prepare.sharding import write_shards
@@ -67,16 +68,17 @@ def _write(arguments: argparse.Namespace, written: list[Path]) -> dict[str, str]
         record: DatasetRecord = write_shards(
             name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=fresh
         )
-        return _described(record, data_dir, written)
+        return _described(record, data_dir, began, written)
     data_dir = data_dir.resolve()
     record = examine_function(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=fresh)
-    return _described(record, data_dir, written)
+    return _described(record, data_dir, began, written)
 
 
-def _described(record: DatasetRecord, data_dir: Path, written: list[Path]) -> dict[str, str]:
+def _described(record: DatasetRecord, data_dir: Path, began: float, written: list[Path]) -> dict[str, Any]:
+    """Describe a dataset that was prepared since `began`, by `time.monotonic`, and add its files to `written`."""
     pointer = store.pointer_of(data_dir, record.kind, record.name)
     written += [pointer, record.path(data_dir, record.name, record.version), *(file.path for file in record.files)]
-    return {"text": str(record), "version": record.version}
+    return {"text": str(record), "version": record.version, "seconds": time.monotonic() - began}
 
 
 def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -177,8 +176,9 @@ def user_variables(path: Sequence[str], env: Sequence[str] = ()) -> dict[str, st
 
     Their modules are in the folders of `path`; `env` has the values of `--env`.
     """
-    given = {name: value for name, value in parse_variables(env).items() if value is not None}
-    return {**given, "PYTHONPATH": os.pathsep.join(path), user_code.FOLDER: str(Path.cwd())}
+    given = parse_variables([option for option in env if "=" in option])  # others have the value that they have here
+    variables = {name: str(value) for name, value in given.items()}
+    return variables | {"PYTHONPATH": os.pathsep.join(path), user_code.FOLDER: str(Path.cwd())}
 
 
 def with_variables(variables: Mapping[str, str], command: str) -> str:
@@ -208,15 +208,14 @@ def _prepare_data(plan: Plan, sh: Shell) -> str:
     command, environment = _data_words(verb, name, *words), os.environ | _data_variables(plan)
     kept = kept_results.locate(data_dir(), command, environment)
     if plan.request.reuse_data and (known := kept_results.recall(kept)):
-        found: dict[str, str] = known[0]
-        print_lines(f"data: {found['text']}; not called again, as nothing that it reads has changed")
-        return found["version"]
-    start, began = plan.runtime.program_starter, time.monotonic()
+        print_lines(f"data: {known[0]['text']}; not called again, as nothing that it reads has changed")
+        return str(known[0]["version"])
+    start = plan.runtime.program_starter
     found = user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", environment=environment, start=start, kept=kept)
     print_lines(f"data: {found['text']}")
-    if (took_s := time.monotonic() - began) > SLOW_CALL_S and not plan.request.reuse_data:
-        print_lines(f"data: the call took {took_s:.0f} s; --reuse-data skips it while what it reads is unchanged")
-    return found["version"]
+    if found["seconds"] > SLOW_CALL_S and not plan.request.reuse_data:
+        print_lines(f"data: it took {found['seconds']:.0f} s; --reuse-data skips it while what it reads is unchanged")
+    return str(found["version"])
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:

@@ -278,6 +278,7 @@ def test_a_run_records_whether_its_model_computes_with_onednn(monkeypatch, confi
     assert (decided, imports) == (read_json(planned.run.config)["onednn"], anticipated)
 
 
+DATA = {"text": "9 examples", "version": "1a2b", "seconds": 9.0}
 TRIED = {"unverified": ALL_REPEAT, "missing": ["DEBUG_OF_THEIRS", "WIDTH"]}
 
 
@@ -297,7 +298,7 @@ def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_pa
         programs.append(command[2])
         assert str(tmp_path) in environment["PYTHONPATH"].split(os.pathsep)
         assert ("4", command[2] == "train.data") == (environment["DEPTH"], "WIDTH" in environment)
-        value = {"text": "9 examples", "version": "1a2b"} if command[2] == "train.data" else TRIED
+        value = DATA if command[2] == "train.data" else TRIED
         reply = f"import sys\nfrom cluster.contract import user_code\nuser_code.reply(lambda: {value!r})"
         return user_code.NewProcess([sys.executable, "-c", reply], ROOT, environment)
 
