@@ -16,8 +16,8 @@ from cluster.contract import settings, tf_config
 from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
-from cluster.system.errors import PrerequisiteError, UsageError, reports_errors
-from cluster.system.messages import COMMAND, described
+from cluster.system.errors import UsageError, reports_errors
+from cluster.system.messages import COMMAND
 
 
 @reports_errors
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     if missing:
         raise UsageError(f"{' and '.join(missing)} not set: an agent is started by `{COMMAND} up`, which sets them")
     run_dir, task = os.environ["RUN_DIR"], os.environ["TASK"]
-    os.environ |= secret_variables()
+    os.environ |= settings.read_secrets(json.loads(os.environ.get(settings.SECRET_FILES, "{}")))
     if text := os.environ.get("TF_CONFIG"):
         tf_config.parse(text)
     timeout_s = settings.seconds("RENDEZVOUS_TIMEOUT_S")
@@ -39,17 +39,6 @@ def main(arguments: list[str]) -> int:
         return Agent(run, task, arguments[1:], timeout_s).main()
     trainer = [sys.executable, "-m", "train", "--run-dir", run_dir]
     return Agent(run, task, trainer, timeout_s, imports=TRAINER_IMPORTS).main()
-
-
-def secret_variables() -> dict[str, str]:
-    """Read the variables of `--secret` from their files, without trailing line breaks; or raise PrerequisiteError."""
-    found = {}
-    for name, path in json.loads(os.environ.get(settings.SECRET_FILES, "{}")).items():
-        try:
-            found[name] = Path(path).read_text().rstrip("\r\n")
-        except (OSError, ValueError) as error:
-            raise PrerequisiteError(f"--secret {name}: {path} cannot be read: {described(error)}") from None
-    return found
 
 
 if __name__ == "__main__":

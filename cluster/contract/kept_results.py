@@ -31,9 +31,6 @@ READING = ("open", "os.listdir", "os.scandir")
 
 _opened: set[str] = set()
 
-State = list[int] | None
-"""Size, inode and times of modification and change, in nanoseconds, of a file; None if there is none."""
-
 
 def locate(data: Path, command: Sequence[str], environment: Mapping[str, str], depends_on: Iterable[Path] = ()) -> Path:
     """Return the file, below `data`, for a result.
@@ -115,7 +112,8 @@ def _record(event: str, arguments: tuple[Any, ...]) -> None:
             _opened.add(str(Path(source_from_cache(file) if imports and file.endswith(".pyc") else file).absolute()))
 
 
-def _state(file: Path) -> State:
+def _state(file: Path) -> list[int] | None:
+    """Return size, inode and times of modification and change, in nanoseconds, of a file; None if there is none."""
     try:
         status = file.stat()
     except (FileNotFoundError, NotADirectoryError):

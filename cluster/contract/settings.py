@@ -7,10 +7,12 @@ import contextlib
 import math
 import os
 import pwd
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.system.errors import UsageError
+from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.messages import described
 from cluster.system.paths import ROOT
 
 
@@ -106,3 +108,14 @@ def expanded(option: str, name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError:
         raise UsageError(f"--{option} {name!r}: no home folder is known for the `~`; write the path in full") from None
+
+
+def read_secrets(paths: Mapping[str, str | Path]) -> dict[str, str]:
+    """Read the variables of `--secret` from their files, without trailing line breaks; or raise PrerequisiteError."""
+    found = {}
+    for name, path in paths.items():
+        try:
+            found[name] = Path(path).read_text().rstrip("\r\n")
+        except (OSError, ValueError) as error:
+            raise PrerequisiteError(f"--secret {name}: {path} cannot be read: {described(error)}") from None
+    return found

@@ -105,8 +105,7 @@ def _preflight(
         print(printed, end="", file=sys.stderr)
     else:
         found = user_code.run(command, options, "PRESET_TIMEOUT_S", environment=environment, start=start, kept=kept)
-    answer: dict[str, Any] = found
-    return answer
+    return dict(found)
 
 
 def describe_training_options(request: Request) -> str:

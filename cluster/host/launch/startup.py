@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.contract import kept_results, user_code
+from cluster.contract import kept_results, settings, user_code
 from cluster.contract.run import claim, owner, provenance
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
@@ -205,7 +205,8 @@ def _prepare_data(plan: Plan, sh: Shell) -> str:
     if ":" not in name or verb == "shard":
         sh(*_data_commands(plan))
         return ""
-    command, environment = _data_words(verb, name, *words), os.environ | _data_variables(plan)
+    command = _data_words(verb, name, *words)
+    environment = os.environ | _data_variables(plan) | settings.read_secrets(plan.payload.secrets)
     kept = kept_results.locate(data_dir(), command, environment)
     if plan.request.reuse_data and (known := kept_results.recall(kept)):
         print_lines(f"data: {known[0]['text']}; not called again, as nothing that it reads has changed")

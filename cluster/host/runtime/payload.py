@@ -171,10 +171,9 @@ class Payload:
 
     def trial_environment(self) -> dict[str, str]:
         """Return the environment in which the user's model is tried: that of a local task."""
-        given = parse_variables(self.env)
-        values = {name: value for name, value in given.items() if value is not None}
-        path = os.pathsep.join(self.local_path() or python_path())
-        return process_variables(given) | values | {"PYTHONPATH": path}
+        given, secrets = parse_variables(self.env), settings.read_secrets(self.secrets)
+        values = {name: value for name, value in given.items() if value is not None} | secrets
+        return process_variables(given) | values | {"PYTHONPATH": os.pathsep.join(self.local_path() or python_path())}
 
     def needs_legacy_keras(self, spec: ClusterSpec) -> bool:
         """Whether tf.keras must be Keras 2: Keras 3's own `fit` does not know the strategy."""

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.agent.__main__ import secret_variables
-from cluster.contract import spec
+from cluster.contract import settings, spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
@@ -66,6 +65,7 @@ def test_a_task_sees_what_is_listed_and_what_options_add_and_nothing_else(make_r
     assert ("chief", None) == (seen["TASK"], seen.get("TF_CONFIG"))
     added = {"A_KEY": "precious", "MY_OWN": "value", "ANOTHER": "a=b c", "EMPTY": ""}
     assert added.items() <= seen.items()
+    assert added.items() <= (given.trial_environment() | {"MY_OWN": "value"}).items()
     unlisted = {
         name
         for name in seen
@@ -119,10 +119,9 @@ def test_what_can_be_no_variable_or_secret_of_a_task_is_refused(option, words, t
     assert "precious" not in str(refused)
 
 
-def test_a_secret_that_is_gone_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("SECRET_FILES", json.dumps({"A_KEY": str(tmp_path / "none")}))
+def test_a_secret_that_is_gone_is_named(tmp_path):
     with pytest.raises(PrerequisiteError, match="A_KEY"):
-        secret_variables()
+        settings.read_secrets({"A_KEY": tmp_path / "none"})
 
 
 @pytest.mark.parametrize(
