@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -87,10 +88,10 @@ def run(
     """Run a program that calls `reply`; return its result, or raise the ClusterError in its reply.
 
     `what` names the program in errors; `setting` is the key of its timeout in `settings.SECONDS`; its output, which
-    goes to stderr. `start` replaces the start of a new process in `cwd`. The result is kept in the file `kept`, for
-    `kept_results.recall`.
+    goes to stderr. `start` replaces the start of a new process in `cwd`. The result is kept in the file `kept`, with
+    the last 1000 lines printed, for `kept_results.recall`.
     """
-    timeout_s, began, printed = settings.seconds(setting), time.time(), list[bytes]()
+    timeout_s, began, printed = settings.seconds(setting), time.time(), deque[bytes](maxlen=1000)
     with scratch_folder() as scratch:  # also for temporary files of TensorFlow, which leaves them behind
         file = scratch / "result.json"
         variables = {**environment, RESULT_FILE: str(file), "TMPDIR": str(scratch)}
@@ -113,7 +114,7 @@ def run(
         return result["value"]
 
 
-def _print(output: IO[bytes], printed: list[bytes]) -> None:
+def _print(output: IO[bytes], printed: deque[bytes]) -> None:
     sys.stderr.flush()
     with output:
         for line in output:

@@ -78,12 +78,13 @@ def test_a_loop_of_one_s_own_must_find_the_line(typed):
 
 
 @pytest.mark.long
-def test_a_regression_on_a_csv_file_must_learn(typed):
-    assert metrics(typed("table"))["eval_absolute_error"] < 0.3
+@pytest.mark.parametrize("example", ["table", "autoencoder", "recommender", "forecast"])
+def test_a_regression_must_learn(typed, example):
+    assert metrics(typed(example))["eval_absolute_error"] < 0.3
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("example", ["images", "text", "fine_tuning"])
+@pytest.mark.parametrize("example", ["images", "text", "segmentation", "tagging", "fine_tuning"])
 def test_a_classifier_must_learn(typed, example):
     assert metrics(typed(example))["eval_accuracy"] > 0.8
 

@@ -16,7 +16,7 @@ from cluster.system.messages import COMMAND, either, short_path
 from cluster.system.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
-KINDS = ("images", "table", "text")
+KINDS = ("images", "table", "text", "segmentation", "tagging", "autoencoder", "recommender", "forecast")
 _FILES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 """The files of a project that runs a script, by name."""
 
