@@ -75,7 +75,7 @@ def start(planned: Plan) -> RunFolder:
     """Check what `up` checks last, and write the run's folder."""
     stages = planned.try_configuration()
     planned.run.path.parent.mkdir(parents=True, exist_ok=True)
-    startup._write_folder(planned, time.time(), stages.get("record"))
+    startup._write_folder(planned, time.time(), stages.get("record"), "")
     return planned.run
 
 
