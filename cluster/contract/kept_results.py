@@ -9,6 +9,7 @@ in C or C++ (HDF5, TFRecord); child processes, the network, the time, random num
 import contextlib
 import functools
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -64,11 +65,11 @@ def keep(file: Path, began: float, reply: dict[str, Any], printed: str) -> None:
     Nothing is kept if an opened file was changed since.
     """
     with contextlib.suppress(OSError):  # the program then runs again next time
-        opened = {name: _state(Path(name)) for name in {*reply["opened"]} - {*reply["written"]}}
-        if any(state and max(state[2:]) >= began * 1e9 for state in opened.values()):
+        states = {name: _state(Path(name)) for name in reply["opened"] + reply["written"]}
+        opened = [states[name] for name in {*reply["opened"]} - {*reply["written"]}]
+        if any(state and max(state[2:]) >= began * 1e9 for state in opened):
             return
-        known = opened | {name: _state(Path(name)) for name in reply["written"]}
-        write_json(file, {"files": known, "value": reply["value"], "printed": printed})
+        write_json(file, {"files": states, "value": reply["value"], "printed": printed})
         for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             old.unlink()
 
@@ -106,7 +107,7 @@ def _record(event: str, arguments: tuple[Any, ...]) -> None:
     with contextlib.suppress(Exception):  # an exception here would end the user's own call
         path, flags = arguments[0], arguments[2] if event == "open" else 0
         reads = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_DIRECTORY
-        imports = sys._getframe(1).f_code.co_filename.startswith("<frozen importlib")
+        imports = sys._getframe(1).f_code.co_filename.startswith(("<frozen importlib", importlib.__path__[0]))
         if reads and not (imports and event == "os.listdir"):  # see `locate`
             file = os.fsdecode(path)
             _opened.add(str(Path(source_from_cache(file) if imports and file.endswith(".pyc") else file).absolute()))

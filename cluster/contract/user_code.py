@@ -140,8 +140,7 @@ def reply(body: Callable[[], Any], written: Sequence[Path] = ()) -> int:
 
     The function may add to `written` the files that belong to its result: a kept result is used only while they exist.
     """
-    # Before the user's code, which may change variables.
-    result, code, file = dict[str, Any](), 0, Path(os.environ[RESULT_FILE])
+    result, code, file = dict[str, Any](), 0, Path(os.environ[RESULT_FILE])  # before the user's code changes variables
     kept_results.watch()
     try:
         result["value"] = body()

@@ -72,7 +72,7 @@ from cluster.contract import user_code
 sys.path.append({str(folder)!r})
 os.chdir({str(folder)!r})
 def body():
-    import helper, importlib.util, numpy as np, packed, pkgutil, runpy
+    import helper, importlib.metadata, importlib.util, numpy as np, packed, pkgutil, runpy; importlib.metadata.version("numpy")  # lists sys.path
     return {expression}
 sys.exit(user_code.reply(body))
 """
