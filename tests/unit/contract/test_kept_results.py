@@ -12,7 +12,6 @@ COMMAND, REPLY = ["python", "-m", "train.startup.preflight"], {"value": 1, "open
 READS = {
     "open": "open('table.csv').read()",
     "os": "os.read(os.open('table.csv', os.O_RDONLY), 100).decode()",
-    "numpy": "str(np.loadtxt('table.csv').tolist())",
     "memory map": "bytes(np.memmap('table.csv', mode='r+')).decode()",
     "a listing": "str(sorted(os.listdir('pictures')))",
     "a helper": "str(helper.VALUE)",
@@ -72,7 +71,8 @@ from cluster.contract import user_code
 sys.path.append({str(folder)!r})
 os.chdir({str(folder)!r})
 def body():
-    import helper, importlib.metadata, importlib.util, numpy as np, packed, pkgutil, runpy; importlib.metadata.version("numpy")  # lists sys.path
+    import helper, importlib.metadata, importlib.util, numpy as np, packed, pkgutil, runpy
+    importlib.metadata.version("numpy")  # lists all folders of sys.path
     return {expression}
 sys.exit(user_code.reply(body))
 """
