@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.system.json_files import read_json, write_json
+from cluster.system.loaded import is_module, state_of
 from cluster.system.paths import ROOT
 
 VOLATILE = ("_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES")
 """Variables that differ between calls from the same shell."""
 KEPT = 50
-MODULES = ("*.py", "*.so", "*/__init__.py")
 READING = ("open", "os.listdir", "os.scandir")
 """The events of Python's audit hooks that name a file or folder; see the table in Python's documentation."""
 
@@ -39,13 +39,13 @@ def locate(data: Path, command: Sequence[str], environment: Mapping[str, str], d
     Its name depends on the command, the environment, the current folder, these files, and the names of the modules in
     the folders of the environment's PYTHONPATH, where a new one could take another's place.
     """
-    known = [*(ROOT / "train").rglob("*.py"), *(ROOT / "train").rglob("*.toml"), *depends_on]
-    states = sorted((str(file), _state(file)) for file in known)
+    known = map(str, [*(ROOT / "train").rglob("*.py"), *(ROOT / "train").rglob("*.toml"), *depends_on])
+    states = sorted((file, state_of(file)) for file in known)
     variables = {name: value for name, value in environment.items() if name not in VOLATILE}
     packages = Path(sysconfig.get_path("purelib"))  # its time changes with every installation
     versions = [sys.version, str(packages), packages.stat().st_mtime_ns, str(Path.cwd())]
     folders = [Path(folder) for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    modules = [sorted(str(file) for form in MODULES for file in folder.glob(form)) for folder in folders]
+    modules = [sorted(filter(is_module, map(str, folder.glob("*")))) for folder in folders]
     text = json.dumps([list(command), variables, versions, states, modules], sort_keys=True)
     return data / "results" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
@@ -54,7 +54,7 @@ def recall(file: Path) -> tuple[Any, str] | None:
     """Return the kept result and what its program printed; None if there is none, or if an input has changed."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         kept = read_json(file)
-        if all(_state(Path(name)) == state for name, state in kept["files"].items()):
+        if all([*state_of(name)] == state for name, state in kept["files"].items()):
             return kept["value"], str(kept["printed"])
     return None
 
@@ -65,9 +65,9 @@ def keep(file: Path, began: float, reply: dict[str, Any], printed: str) -> None:
     Nothing is kept if an opened file was changed since.
     """
     with contextlib.suppress(OSError):  # the program then runs again next time
-        states = {name: _state(Path(name)) for name in reply["opened"] + reply["written"]}
+        states = {name: state_of(name) for name in reply["opened"] + reply["written"]}
         opened = [states[name] for name in {*reply["opened"]} - {*reply["written"]}]
-        if any(state and max(state[2:]) >= began * 1e9 for state in opened):
+        if any(state and max(state[-2:]) >= began * 1e9 for state in opened):  # its times
             return
         write_json(file, {"files": states, "value": reply["value"], "printed": printed})
         for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
@@ -111,12 +111,3 @@ def _record(event: str, arguments: tuple[Any, ...]) -> None:
         if reads and not (imports and event == "os.listdir"):  # see `locate`
             file = os.fsdecode(path)
             _opened.add(str(Path(source_from_cache(file) if imports and file.endswith(".pyc") else file).absolute()))
-
-
-def _state(file: Path) -> list[int] | None:
-    """Return size, inode and times of modification and change, in nanoseconds, of a file; None if there is none."""
-    try:
-        status = file.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]

@@ -19,7 +19,7 @@ OF_LIBC = 1 << 31 | 1 << 32
 MODULES, SETTINGS = (*importlib.machinery.all_suffixes(), ".dist-info"), (".pth", ".egg-link")
 """Suffixes of importable entries in a folder of `sys.path`, and of files there that change this path."""
 SETTLED_S = 2.0
-"""The coarsest timestamps of any file system. A file that changed later could change again with the same `_state`."""
+"""The coarsest timestamps of any file system. A file that changed later could change again with the same `state_of`."""
 
 State = tuple[int, ...]
 
@@ -76,19 +76,20 @@ class Loaded:
 
         A new entry may take precedence over an imported module.
         """
-        found = {path: _state(path) for path in self._files}
+        found = {path: state_of(path) for path in self._files}
         for folder in sys.path:
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
                     if entry.name.endswith(SETTINGS):
-                        found[entry.path] = _state(entry.path)
-                    elif entry.name.endswith(MODULES) or entry.name in self._names or _is_package(entry.path):
+                        found[entry.path] = state_of(entry.path)
+                    elif entry.name in self._names or is_module(entry.path):
                         found.setdefault(entry.path, ())
         return found
 
 
-def _is_package(folder: str) -> bool:
-    return os.access(f"{folder}/__init__.py", os.F_OK)
+def is_module(path: str) -> bool:
+    """Whether an entry of a folder in `sys.path` is a module, a package or an installed distribution."""
+    return path.endswith(MODULES) or os.access(f"{path}/__init__.py", os.F_OK)
 
 
 def _imported() -> Iterator[str]:
@@ -108,7 +109,7 @@ def _mapped() -> Iterator[str]:
             yield path[0]
 
 
-def _state(path: str) -> State:
+def state_of(path: str) -> State:
     """Return metadata that changes with a file's content; the last value is its ctime, which cannot be set."""
     try:
         status = os.stat(path)  # noqa: PTH116  # of thousands of files

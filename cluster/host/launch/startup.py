@@ -21,7 +21,7 @@ from cluster.host.launch.plan import Plan
 from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
-from cluster.host.runtime.payload import data_words, parse_variables, python_path
+from cluster.host.runtime.payload import data_words, python_path, recorded_variables
 from cluster.host.view import interrupts
 from cluster.system import files, json_files
 from cluster.system.errors import PrerequisiteError
@@ -176,9 +176,7 @@ def user_variables(path: Sequence[str], env: Sequence[str] = ()) -> dict[str, st
 
     Their modules are in the folders of `path`; `env` has the values of `--env`.
     """
-    given = parse_variables([option for option in env if "=" in option])  # others have the value that they have here
-    variables = {name: str(value) for name, value in given.items()}
-    return variables | {"PYTHONPATH": os.pathsep.join(path), user_code.FOLDER: str(Path.cwd())}
+    return recorded_variables(env) | {"PYTHONPATH": os.pathsep.join(path), user_code.FOLDER: str(Path.cwd())}
 
 
 def with_variables(variables: Mapping[str, str], command: str) -> str:

@@ -78,6 +78,11 @@ def parse_variables(given: Sequence[str]) -> dict[str, str | None]:
     return variables
 
 
+def recorded_variables(given: Sequence[str]) -> dict[str, str]:
+    """Return the variables of `--env NAME=VALUE`; the value of `--env NAME` is the caller's and recorded nowhere."""
+    return {name: value or "" for name, value in parse_variables([each for each in given if "=" in each]).items()}
+
+
 def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Path]:
     """Return the files of `--secret NAME=FILE`, keyed by variables, which `--env` must not set as well."""
     files: dict[str, Path] = {}
@@ -171,9 +176,9 @@ class Payload:
 
     def trial_environment(self) -> dict[str, str]:
         """Return the environment in which the user's model is tried: that of a local task."""
-        given, secrets = parse_variables(self.env), settings.read_secrets(self.secrets)
-        values = {name: value for name, value in given.items() if value is not None} | secrets
-        return process_variables(given) | values | {"PYTHONPATH": os.pathsep.join(self.local_path() or python_path())}
+        values = recorded_variables(self.env) | settings.read_secrets(self.secrets)
+        path = os.pathsep.join(self.local_path() or python_path())
+        return process_variables(self.caller_variables) | values | {"PYTHONPATH": path}
 
     def needs_legacy_keras(self, spec: ClusterSpec) -> bool:
         """Whether tf.keras must be Keras 2: Keras 3's own `fit` does not know the strategy."""

@@ -1,5 +1,6 @@
 """The tasks that use what a run has saved, in a process that may import TensorFlow."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import shell, task
 from cluster.host.launch import folders, packages, startup
 from cluster.host.runtime import registry
-from cluster.host.runtime.payload import python_path
+from cluster.host.runtime.payload import python_path, recorded_variables
 from cluster.system import files
 from cluster.system.errors import UsageError
 from cluster.system.terminal import print_wait
@@ -67,4 +68,6 @@ def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> s
         path.append(str(packages.install_packages(Path(named), registry.LOCAL.python)))
     where = ["--run-dir", str(run.path), "--data-dir", str(folders.data_dir())]
     command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
-    return startup.with_variables(startup.user_variables([*path, *python_path()], run.started.env), command)
+    path += python_path()
+    variables = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
+    return startup.with_variables(recorded_variables(run.started.env) | variables, command)

@@ -79,7 +79,7 @@ def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(make_run
     tasks.ns["evaluate"](c, run=run.name, trust=True)
     (evaluates,) = map(shlex.split, commands(c))
     assert ["WIDTH=9", "PYTHONPATH=/my code:/installed:/theirs"] == evaluates[:2]
-    assert ["-m", "train.saved_model", "evaluate"] == evaluates[4:7]
+    assert ["-m", "train.saved_model", "evaluate"] == evaluates[3:6]
 
 
 def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys):
