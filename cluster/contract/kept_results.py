@@ -50,12 +50,12 @@ def locate(data: Path, command: Sequence[str], environment: Mapping[str, str], d
     return data / "results" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def recall(file: Path) -> tuple[Any, str] | None:
+def recall(file: Path) -> tuple[dict[str, Any], str] | None:
     """Return the kept result and what its program printed; None if there is none, or if an input has changed."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         kept = read_json(file)
         if all([*state_of(name)] == state for name, state in kept["files"].items()):
-            return kept["value"], str(kept["printed"])
+            return {**kept["value"]}, str(kept["printed"])
     return None
 
 

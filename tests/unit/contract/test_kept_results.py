@@ -8,7 +8,8 @@ import pytest
 
 from cluster.contract import kept_results, user_code
 
-COMMAND, REPLY = ["python", "-m", "train.startup.preflight"], {"value": 1, "opened": [], "written": []}
+COMMAND, REPLY = ["python", "-m", "train.startup.preflight"], {"value": {"a": 1}, "opened": [], "written": []}
+DAMAGES = ["", "{", "[]", '{"files":1}', '{"files":{"/no":[0]},"value":{}}', '{"files":{},"value":1,"printed":""}']
 READS = {
     "open": "open('table.csv').read()",
     "os": "os.read(os.open('table.csv', os.O_RDONLY), 100).decode()",
@@ -22,11 +23,11 @@ READS = {
 """Ways to read what `change` changes, as expressions."""
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"files": 1}', '{"files": {"/nonexistent": [0]}, "value": 1}'])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_record_counts_as_none(tmp_path, damage):
     kept = kept_results.locate(tmp_path, COMMAND, {})
     kept_results.keep(kept, 0.0, REPLY, "text")
-    assert kept_results.recall(kept) == (1, "text")
+    assert kept_results.recall(kept) == ({"a": 1}, "text")
     kept.write_text(damage)
     assert kept_results.recall(kept) is None
 
@@ -45,16 +46,15 @@ def test_a_result_during_which_an_input_was_edited_is_not_kept(tmp_path):
     kept_results.keep(kept, written - 1, REPLY | {"opened": [str(module)]}, "")
     assert kept_results.recall(kept) is None
     kept_results.keep(kept, written + 1, REPLY | {"opened": [str(module)]}, "")
-    assert kept_results.recall(kept) == (1, "")
+    assert kept_results.recall(kept) == ({"a": 1}, "")
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A folder with the modules and files of `READS`."""
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "1.png").touch()
-    (tmp_path / "packed").mkdir()
-    (tmp_path / "packed" / "__init__.py").touch()
+    for file in (tmp_path / "pictures" / "1.png", tmp_path / "packed" / "__init__.py"):
+        file.parent.mkdir()
+        file.touch()
     for table in (tmp_path / "table.csv", tmp_path / "packed" / "table.csv"):
         table.write_text("1\n2\n")
     (tmp_path / "helper.py").write_text("VALUE = 1\n")
@@ -73,14 +73,14 @@ os.chdir({str(folder)!r})
 def body():
     import helper, importlib.metadata, importlib.util, numpy as np, packed, pkgutil, runpy
     importlib.metadata.version("numpy")  # lists all folders of sys.path
-    return {expression}
+    return {{"value": {expression}}}
 sys.exit(user_code.reply(body))
 """
     command = [sys.executable, "-B", "-c", lines]
     kept = kept_results.locate(folder / "data", command, {"PYTHONPATH": str(folder)})
     before = kept_results.recall(kept)
     value = user_code.run(command, "it", "PRESET_TIMEOUT_S", environment=os.environ, kept=kept)
-    return value, before and before[0]
+    return value["value"], before and before[0]["value"]
 
 
 def change(folder: Path, what: str) -> None:
@@ -118,6 +118,6 @@ def test_a_call_is_repeated_once_its_own_files_are_gone_or_damaged(tmp_path, dam
     file.write_bytes(b"12345678")
     os.utime(file, (1, 1))
     kept_results.keep(kept, 0.0, REPLY | {"written": [str(file)], "opened": [str(file)]}, "")
-    assert kept_results.recall(kept) == (1, "")
+    assert kept_results.recall(kept) == ({"a": 1}, "")
     damage(file)
     assert kept_results.recall(kept) is None

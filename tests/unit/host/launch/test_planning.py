@@ -305,8 +305,7 @@ def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_pa
     monkeypatch.setattr(LocalProcesses, "program_starter", property(lambda _: start))
     called = []
     for name, options in (("one", {}), ("two", {}), ("three", {"reuse_data": True})):
-        request = Request(name=name, runtime="local", tensorboard_port="0", env=("DEPTH=4",), **options)
-        planned = planning.plan(request)
+        planned = planning.plan(Request(name=name, runtime="local", tensorboard_port="0", env=("DEPTH=4",), **options))
         startup.start(planned, no_shell, began=123.0)
         called.append(programs[:])
         programs.clear()
