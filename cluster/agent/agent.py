@@ -375,7 +375,7 @@ class Agent:
             variables = cluster_variables(self.run.folder, self.spec, self.task, generation)
             self.standby.keep(training=state == TaskState.TRAINING, variables=variables, like=attempt.program.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            attempt.program.wait(POLL_S)
+            attempt.program.wait(POLL_S, self.run.bell)
         return True
 
     def _finish(self) -> None:

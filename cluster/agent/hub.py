@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from cluster.agent.connection import READ_BYTES, TICK_S, Client, PeerConnection, Refused, Server
+from cluster.agent.connection import TICK_S, Client, PeerConnection, Refused, Server
 from cluster.contract.run import joining, membership
 from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
@@ -22,6 +21,7 @@ from cluster.contract.run.joining import Invitation
 from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec
+from cluster.system.waiting import Bell
 
 PULSE_S = 1.0
 SILENCE_S = 3.0
@@ -99,21 +99,25 @@ class Roster:
         self._here: set[str] = set()
         """The tasks at the rendezvous of the current generation."""
 
-    def receive(self, name: str, received: Any) -> None:
-        """Process a message of an agent unless its generation is over; raise ValueError if it is invalid."""
+    def receive(self, name: str, received: Any) -> bool:
+        """Process a message of an agent unless its generation is over; return whether a new generation has begun.
+
+        Raises ValueError if it is invalid.
+        """
         message = Message.from_json(received)
-        if message.begun is not None and message.number > self._number:
+        if begins := message.begun is not None and message.number > self._number:
             self._run.learn(message.begun.require_number(message.number))
             self._look_at_generation()
         self._received_at[name] = self._clock()
         if message.number != self._number:
-            return
+            return begins
         self._outcome = self._outcome or message.outcome
         if message.here:
             self._here.add(name)
         beat = message.beat
         if beat and (beat.task, beat.generation) == (name, self._number):
             self._beats[name] = beat
+        return begins
 
     def closed(self, name: str) -> None:
         """Record that a task is disconnected."""
@@ -173,7 +177,7 @@ class Hub(Server):
         """Guards the roster."""
         self._sent: dict[str, Any] = {}
         self._sent_at = self._looked_at = 0.0
-        self.news = News()
+        self.news, self.bell = News(), Bell()
         self.start()
 
     @property
@@ -206,7 +210,8 @@ class Hub(Server):
 
     def on_message(self, peer: PeerConnection, message: dict[str, Any]) -> None:
         with self._lock:
-            self._roster.receive(peer.channel.task, message)
+            if self._roster.receive(peer.channel.task, message):
+                self._looked_at = 0.0
 
     def on_close(self, peer: PeerConnection) -> None:
         """Record that a task is disconnected, unless it has a newer connection."""
@@ -231,6 +236,7 @@ class Hub(Server):
             for peer in [each for each in self._peers.values() if each.channel.established]:
                 peer.channel.send(digest)
                 self._flush(peer)
+            self.bell.ring()
 
 
 class Outgoing:
@@ -267,9 +273,7 @@ class HubClient:
         self._received_at = float("-inf")
         self._outgoing = Outgoing()
         self._stopped = False
-        self._waker, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
+        self.bell, self._woken = Bell(), Bell()
         self._thread = threading.Thread(target=self._stay_connected, name="hub client", daemon=True)
         self._thread.start()
 
@@ -280,21 +284,17 @@ class HubClient:
 
     def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
         if self._outgoing.report(number, begun, outcome):
-            self._wake()
+            self._woken.ring()
 
     def join_rendezvous(self, number: int) -> None:
         """Report that this task is at the rendezvous of a generation and has made its connections."""
         if self._outgoing.join_rendezvous(number):
-            self._wake()
+            self._woken.ring()
 
     def close(self) -> None:
         self._stopped = True
-        self._wake()
+        self._woken.ring()
         self._thread.join(CONNECT_S + 1)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # a full buffer: enough wake-ups are pending
-            self._waker.send(b"\0")
 
     def _stay_connected(self) -> None:
         pause_s = RETRY_S
@@ -317,9 +317,7 @@ class HubClient:
         for each in [self._woken.fileno(), *(client.fileno() for client in clients)]:
             poll.register(each, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
-        if self._woken.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._woken.recv(READ_BYTES)
+        self._woken.silence()
         return any(each.fileno() in ready for each in clients)
 
     def _exchange_messages(self, hub: Invitation) -> None:
@@ -350,3 +348,4 @@ class HubClient:
             self._stopped = True  # a newer copy of this task has connected: this copy uses only the folder
         else:
             self.news, self._received_at = News.from_digest(digest), time.monotonic()
+            self.bell.ring()

@@ -10,6 +10,7 @@ from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.system.waiting import Bell
 
 T = TypeVar("T")
 
@@ -61,6 +62,11 @@ class RunView:
     @property
     def _side(self) -> Hub | HubClient | None:
         return self._hub or self._link
+
+    @property
+    def bell(self) -> Bell | None:
+        """Rings at each digest of the hub; None without a connection."""
+        return side.bell if (side := self._side) else None
 
     # Reads that are less frequent with a connection
 

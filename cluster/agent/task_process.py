@@ -21,6 +21,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Task
 from cluster.system import fork_server, memory, processes
 from cluster.system.messages import NOISE
+from cluster.system.waiting import Bell
 
 
 class TaskProcess(ABC):
@@ -88,10 +89,10 @@ class TaskProcess(ABC):
         """For how many seconds the program has been stopped by a signal, as far as this agent has observed."""
         return self._stop_timer.look(self.pid) if self._process and not self.ended else 0.0
 
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Return the exit code, negative for a signal; raise TimeoutExpired if the program still runs."""
+    def wait(self, timeout_s: float | None = None, bell: Bell | None = None) -> int:
+        """Return the exit code, negative for a signal; raise TimeoutExpired, also at `bell`, if the program runs."""
         assert self._process is not None
-        return processes.wait(self._process, timeout_s)
+        return processes.wait(self._process, timeout_s, bell)
 
     def _signal(self, number: int) -> None:
         if self._process is not None:

@@ -102,6 +102,7 @@ class ForkedProcess:
                 _set_files((null, written, errors), pass_fds)
                 os.environ.clear()
                 os.environ.update(env)
+                processes.set_name(env.get("TASK", "tf-cluster"))  # the command line is that of the parent
                 tempfile.tempdir = None  # cached, and $TMPDIR may differ now
                 _run(command)
             finally:

@@ -112,6 +112,7 @@ def _log_records() -> list[str]:
                 continue  # the kernel has overwritten this record
             if not record:
                 return records
-            records.append(record.decode(errors="replace"))
+            if b"Killed process" in record:
+                records.append(record.decode(errors="replace"))
     finally:
         os.close(descriptor)

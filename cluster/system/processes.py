@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 
 from cluster.system.errors import TimedOut
 from cluster.system.paths import ROOT
-from cluster.system.waiting import wait_until
+from cluster.system.waiting import Bell, wait_until
 
 POLL_S = 0.02
 """Interval for polling a child if the kernel offers no descriptor to wait on."""
@@ -24,7 +24,7 @@ AWAY_S = 4.0
 """A longer time between two checks means that this process was stopped itself."""
 
 _LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 _MEANINGS = {
     "SIGKILL": "killed",
@@ -100,6 +100,11 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
+def set_name(name: str) -> None:
+    """Set this process's name in `top` and in the kernel's log, which have its first 15 bytes."""
+    _LIBC.prctl(_PR_SET_NAME, name.encode())
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of every orphaned descendant, including daemons."""
     if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
@@ -164,8 +169,10 @@ def reap(child: Child) -> int | None:
     return child.poll() if child.returncode is None else child.returncode
 
 
-def wait(child: Child, timeout_s: float | None = None) -> int:
-    """Wait for a child and reap it; return its exit code, negative for a signal; raise TimeoutExpired after a timeout.
+def wait(child: Child, timeout_s: float | None = None, bell: Bell | None = None) -> int:
+    """Wait for a child and reap it; return its exit code, negative for a signal.
+
+    Raises TimeoutExpired after a timeout, which `bell` ends early.
 
     Waits on a process descriptor: `subprocess` polls every few milliseconds, and an agent waits for its program all day
     on the cores on which the program trains.
@@ -184,7 +191,12 @@ def wait(child: Child, timeout_s: float | None = None) -> int:
         try:
             end = select.poll()
             end.register(descriptor, select.POLLIN)
-            end.poll(None if left is None else left * 1000)
+            if bell:
+                end.register(bell, select.POLLIN)
+            ready = dict(end.poll(None if left is None else left * 1000))
+            if bell and bell.fileno() in ready:
+                bell.silence()
+                deadline = 0.0
         finally:
             os.close(descriptor)
     return code

@@ -57,6 +57,9 @@ class SimRunView(RunView):
 class SimEnd:
     """One end of the connections, of one incarnation of an agent."""
 
+    bell = True
+    """Its agent is woken at any time."""
+
     def __init__(self, owner: SimTask) -> None:
         self.owner, self.world, self.thread = owner, owner.world, owner.thread
         self.closed = False

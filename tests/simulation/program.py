@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run.records import Heartbeat, TaskState
@@ -13,9 +12,6 @@ from tests.simulation import standby
 from tests.simulation.folder import Beat
 from tests.simulation.standby import StandbyCluster
 from tests.simulation.world import Broken, SimTask, World
-
-if TYPE_CHECKING:
-    pass
 
 
 class SimProgram:
@@ -116,10 +112,11 @@ class SimProgram:
     def _writes(self) -> bool:
         return self.runs
 
-    def wait(self, timeout_s: float | None = None) -> int:
+    def wait(self, timeout_s: float | None = None, bell: object = None) -> int:
         self.world.operation("wait for the program")
         if self.code is None:
-            self.world.sleep(timeout_s if timeout_s is not None else 1.0)
+            seconds = timeout_s if timeout_s is not None else 1.0
+            self.world.sleep(self.world.random.uniform(0, seconds) if bell else seconds)
         if self.code is None:
             raise subprocess.TimeoutExpired("program", timeout_s or 0)
         return self.code

@@ -3,6 +3,7 @@
 from tensorflow import keras
 
 from cluster.contract.recovery import step_record
+from cluster.system import quiet
 from train.context import TaskContext
 from train.data.batches import VirtualShards
 from train.data.feeds import train_feed
@@ -14,6 +15,7 @@ from train.loops.training import Setup, Training
 from train.model import masks
 from train.patches import batch_normalization
 from train.pipeline.pipeline_steps import PipelineSteps
+from train.saving import snapshots
 
 
 def prepare(context: TaskContext) -> Setup:
@@ -25,10 +27,15 @@ def prepare(context: TaskContext) -> Setup:
 
 
 def rehearse_steps(setup: Setup) -> Steps:
-    """Trace and compile the steps in a standby process, without changing weights; return them."""
+    """Do one step in a standby process and undo it, so that nothing is left to trace or compile; return the steps.
+
+    What the model prints in this step is discarded.
+    """
     setup.gather(0)
     steps = _synchronous(setup, 0)
-    steps(0, 0)
+    with quiet.silence(), snapshots.unchanged(setup.checkpoint.tree):
+        steps(0, 1)
+    setup.context.positions.clear()
     return steps
 
 

@@ -83,7 +83,7 @@ class SynchronousSteps:
     """Does synchronous steps in one call: (steps done before, steps to do, requests of this task) -> result.
 
     The call is one `tf.function`, which is traced once for any number of steps. It exchanges gradients with the other
-    tasks in every step, and results and signals once at its end. A call of 0 steps only traces and compiles.
+    tasks in every step, and results and signals once at its end.
     """
 
     def __init__(

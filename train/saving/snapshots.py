@@ -11,6 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import tensorflow as tf
@@ -123,6 +124,16 @@ class MemorySnapshots:
         if step not in held:
             held[step] = min(self._files, key=_steps_of)
             _fill(held[step], octets[: _HEADER.size].tobytes(), [octets[_HEADER.size : length].data])
+
+
+@contextmanager
+def unchanged(checkpoint: tf.train.Checkpoint) -> Iterator[None]:
+    """Restore the variables of a tree after the block."""
+    tree = Mirror(checkpoint, lambda variable: variable if has_value(variable) else None)
+    before = [(variable, read_octets(variable)) for variable, _ in tree.pairs]
+    yield
+    for variable, octets in before:
+        variable.assign(_as_tensor(octets, variable))
 
 
 def choose(held: Sequence[Iterable[int]], *, by_all: bool) -> int | None:

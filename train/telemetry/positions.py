@@ -22,6 +22,11 @@ class Positions:
             self._in_graph = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._in_python, self._seen, self._since = 0, 0, time.monotonic()
 
+    def clear(self) -> None:
+        """Forget every place."""
+        self._in_python = 0
+        self._in_graph.assign(0)
+
     def set(self, place: Place, step: Any, after: Any = (), *, left: bool = False) -> None:
         """Record that this task enters or has left a place of a step; in a graph, int64, once `after` is computed."""
         number = 2 * (len(Place) * step + [*Place].index(place)) + left

@@ -1,8 +1,9 @@
 """The standby cluster, which the standby processes form among themselves before it is needed.
 
 It has the tasks and hosts of the training cluster, but other ports: each generation that starts with the standby
-cluster swaps the two sets of ports. Once every standby process has joined it, built its model and traced its step, a
-failure costs no rendezvous, no cluster formation and no compilation: all restore the newest checkpoint and continue.
+cluster swaps the two sets of ports. Once every standby process has joined it, built its model and done and undone
+one step, a failure costs no rendezvous, no cluster formation and no compilation: all restore the newest state and
+continue.
 
 Each standby process reports in a record of its task that it is ready. If all are, the record of the next generation
 says that it starts with the standby processes. An agent whose standby process has died in between begins another
@@ -38,7 +39,7 @@ def is_possible(run: RunFolder, spec: ClusterSpec) -> bool:
     """Whether the standby processes of this run can form a cluster in advance.
 
     They cannot hold a second copy of the state of a GPU, a TPU or a stage. During training they must not call the
-    user's code, except to build the model.
+    user's code, except in the model and in the one step that they undo.
     """
     config = run.load_config({})
     known = (config.get("loop"), config.get("source"), config.get("callbacks") or "") == ("custom", "memory", "")

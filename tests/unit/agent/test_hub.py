@@ -1,6 +1,7 @@
 """The hub and its links over real sockets: what a board learns, and when it goes back to the folder."""
 
 import contextlib
+import select
 import shutil
 import socket
 import stat
@@ -78,13 +79,16 @@ def test_what_the_chief_sees_all_learn(run, join):
 
 
 @pytest.mark.usefixtures("blind")
-def test_what_an_agent_knows_all_learn_although_their_folders_do_not_show_it(run, join):
+def test_what_an_agent_knows_all_learn_at_once_although_their_folders_do_not_show_it(run, join, monkeypatch):
     join("chief")
     worker, other = linked(join("worker-0")), linked(join("worker-1"))
+    monkeypatch.setattr(hub, "TICK_S", 1000.0)
+    other.bell.silence()
     worker.folder.learn(Generation(generation=1, time=1.0, pause_s=3.0))  # as if only its host's cache showed it
     assert worker.generation_record(1)
     assert 1 == worker.generation
     wait_for(lambda: other.generation == 1, "the generation")
+    assert [other.bell] == select.select([other.bell], [], [], 0)[0]
     assert 3.0 == other.generation_record(1).pause_s
     assert 0 == run.generation
 

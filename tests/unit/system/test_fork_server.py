@@ -234,18 +234,19 @@ files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
 open_ones = [number for number in files if os.path.exists(f"/proc/self/fd/{number}")]
 import tempfile
 seen = [dict(os.environ), open_ones, sys.argv, os.readlink("/proc/self/fd/0"), tempfile.gettempdir(), os.getsid(0)]
-print(json.dumps(seen))
+print(json.dumps([*seen, open("/proc/self/comm").read()]))
 """
 import tempfile
 tempfile.gettempdir()
-forked = begin(code, env={"TMPDIR": "/var/tmp"}, pass_fds=(kept[0],), start_new_session=True)
+forked = begin(code, env={"TMPDIR": "/var/tmp", "TASK": "worker-0"}, pass_fds=(kept[0],), start_new_session=True)
 said = json.loads(forked.stdout.read())
 new = fork_server.start(["true"], env={}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
 kinds = [type(process).__name__ for process in (forked, new)]
 print(json.dumps([said, kept[0], forked.pid, forked.wait(10) + new.wait(10), kinds]))
 ''')
-    (environment, files, words, standard_input, temporary, session), kept, pid, code, kinds = printed
-    assert ({"TMPDIR": "/var/tmp"}, ["-c", "word"], "/dev/null") == (environment, words, standard_input)
+    (environment, files, words, standard_input, temporary, session, name), kept, pid, code, kinds = printed
+    assert ({"TMPDIR": "/var/tmp", "TASK": "worker-0"}, "worker-0\n") == (environment, name)
+    assert (["-c", "word"], "/dev/null") == (words, standard_input)
     assert [0, 1, 2, kept] == files
     assert ("/var/tmp", pid, 0) == (temporary, session, code)
     assert ["ForkedProcess", "Popen"] == kinds  # another command than Python is a new process

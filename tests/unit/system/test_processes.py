@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from cluster.system import processes
 from cluster.system.processes import ProcessTable
+from cluster.system.waiting import Bell
 from tests.support.waiting import wait_for
 
 SLEEP = ["sleep", "60"]
@@ -57,6 +59,15 @@ def test_a_child_s_end_is_waited_for(child, monkeypatch, told_by_the_kernel):
     assert 2 == len(looks) or not told_by_the_kernel  # an agent that waits costs its program nothing
     child.kill()
     assert -signal.SIGKILL == processes.wait(child, 30) == processes.wait(child)
+
+
+def test_a_bell_ends_a_wait_once(child):
+    bell, began = Bell(), time.monotonic()
+    bell.ring()
+    for timeout_s in (3600, 0.05):
+        with pytest.raises(subprocess.TimeoutExpired):
+            processes.wait(child, timeout_s, bell)
+    assert 0.05 <= time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,17 @@ def test_a_torn_or_changed_snapshot_leaves_the_one_before(files, seed):
     assert before == bits(other)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rehearsed_step_leaves_no_bit_changed(seed):
+    variables, others = state(seed), state(seed, values=1)
+    before = bits(variables)
+    with snapshots.unchanged(tf.train.Checkpoint(**variables)):
+        for variable, other in zip(variables.values(), others.values(), strict=True):
+            variable.assign(other)
+        assert bits(others) == bits(variables) != before
+    assert before == bits(variables)
+
+
 def test_a_newer_checkpoint_is_preferred(files):
     own, variables = files(), state(1)
     alone(own, variables).write(7)
