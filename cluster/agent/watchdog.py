@@ -92,7 +92,9 @@ class Watchdog:
             return finding
         if now - self._examined < EXAMINE_S and self._changed:
             return None
-        self._discount(now - self._examined)
+        if (gap_s := now - self._examined) > AWAY_S:  # this process was stopped, or its machine slept
+            self._began += gap_s
+            self._changed = {key: (value, since + gap_s) for key, (value, since) in self._changed.items()}
         self._examined = now
         unlinked = self._run.unlinked  # while the hub is connected, the chief's agent watches the others
         watched = self._names if unlinked is None else [name for name in self._names if name in unlinked]
@@ -204,12 +206,6 @@ class Watchdog:
                 since = self._since(name, beat and beat.updated_at, now)
                 found[name] = beat is None, now - since
         return found
-
-    def _discount(self, gap_s: float) -> None:
-        """Do not count a gap in which this process was stopped or its machine slept."""
-        if gap_s > AWAY_S:
-            self._began += gap_s
-            self._changed = {key: (value, since + gap_s) for key, (value, since) in self._changed.items()}
 
     def _since(self, key: str, value: Any, now: float) -> float:
         """Return since when, on the monotonic clock, a value has been observed unchanged."""

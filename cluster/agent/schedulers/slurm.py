@@ -93,15 +93,11 @@ def _task(run: RunFolder, command: list[str]) -> int:
     with Replacements(run, places(run)) if grows else contextlib.nullcontext():
         code = keep_agent(command, run, copy)
     if (request := run.stop_request) and request.by == TASK_LOST:
-        queue_again(run)
+        # Queue the job again, once: its script may have died with a node, or be waiting for a node.
+        with contextlib.suppress(FileExistsError):
+            (places(run) / "queued-again").touch(exist_ok=False)
+            processes.run(["scontrol", "requeue", places(run).name.partition(".")[0]], SCONTROL_S)
     return code
-
-
-def queue_again(run: RunFolder) -> None:
-    """Queue the job again, once: its script may have died with a node, or be waiting for a node."""
-    with contextlib.suppress(FileExistsError):
-        (places(run) / "queued-again").touch(exist_ok=False)
-        processes.run(["scontrol", "requeue", places(run).name.partition(".")[0]], SCONTROL_S)
 
 
 def _join(run: RunFolder) -> tuple[ClusterSpec, Task]:
