@@ -73,7 +73,7 @@ class Training:
             context.spec,
             context.task.name,
             context.config.check_replicas,
-            self._copied_variables,
+            lambda: copied_variables(context.model, setup.policy),  # every replica has a copy of these
             setup.gather,
             context.positions,
         )
@@ -130,10 +130,6 @@ class Training:
         if self.callbacks:
             self.callbacks.store_state()
         return waited_s
-
-    def _copied_variables(self) -> list[Any]:
-        """Return the variables of which every replica has a copy."""
-        return copied_variables(self._context.model, self._setup.policy)
 
     def _updated_variables(self) -> list[Any]:
         """Return the variables whose copies every replica updates independently, so that a difference lasts."""

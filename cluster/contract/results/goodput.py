@@ -50,7 +50,12 @@ def split(
         accounted_until = ledger.updated_at
     if down_since is not None:
         seconds["restart"] += max(0.0, ended - down_since)
-    return _with_other(seconds, ended - started)
+    wall_s = ended - started
+    excess = sum(seconds.values()) - wall_s
+    if excess > 0:  # clocks of two machines differ, or a step ended while another task was failing
+        seconds["compute"] = max(0.0, seconds["compute"] - excess)
+    rounded = {part: round(part_s, 3) for part, part_s in seconds.items()}
+    return rounded | {"other": round(max(0.0, wall_s - sum(rounded.values())), 3)}
 
 
 def checkpoint_every_s(newest_first: Iterable[TimeLedger]) -> float | None:
@@ -84,12 +89,3 @@ def _with_lost_steps(ledger: TimeLedger, next_first: int) -> dict[str, float]:
     seconds["lost"] = lost * (seconds["input"] + seconds["compute"])
     seconds |= {part: (1 - lost) * seconds[part] for part in ("input", "compute")}
     return seconds
-
-
-def _with_other(seconds: dict[str, float], wall_s: float) -> dict[str, float]:
-    """Return the rounded parts, with the rest of the wall time as `other`."""
-    excess = sum(seconds.values()) - wall_s
-    if excess > 0:  # clocks of two machines differ, or a step ended while another task was failing
-        seconds["compute"] = max(0.0, seconds["compute"] - excess)
-    rounded = {part: round(part_s, 3) for part, part_s in seconds.items()}
-    return rounded | {"other": round(max(0.0, wall_s - sum(rounded.values())), 3)}

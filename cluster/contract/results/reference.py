@@ -59,7 +59,7 @@ def fault_lines(run: RunFolder) -> list[str]:
 def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
     summary = records.read_record(run.summary, Summary.from_json)
     resized = any(event.event == "scaled" for event in run.events()) or membership.changes(run)
-    if not _elastic(run) and resized:
+    if resized and not run.load_config().get("bitwise_elastic"):
         return None  # a different number of workers sums in a different order
     if not run.load_cluster().kind.synchronous or summary.state != "succeeded":
         return None
@@ -68,16 +68,12 @@ def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
     return bool(reference["weights_sha256"] == summary.weights_sha256)
 
 
-def _elastic(run: RunFolder) -> bool:
-    return bool(run.load_config().get("bitwise_elastic"))
-
-
 def _training(run: RunFolder) -> tuple[Any, ...] | None:
     """Return everything that determines a run's bits; None if its records are damaged."""
     try:
         config = {key: value for key, value in run.load_config().items() if key not in NO_EFFECT_ON_BITS}
         version = records.read_record(run.data_version, dictionary(Record), {}).get("version")
-        if _elastic(run):
+        if run.load_config().get("bitwise_elastic"):
             return config, version
         spec = run.load_cluster()
         return config, version, spec.strategy, spec.devices, sorted(task.name for task in spec.members)

@@ -107,17 +107,13 @@ def _begin_part(log: Path) -> None:
         rename(log, first.name)
         return
     if os.path.lexists(previous):
-        _mark_gap(first)
+        with open_file(first, "r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - len(GAP)))
+            if file.read() != GAP:
+                file.write(GAP)
         remove(previous)
     rename(log, previous.name)
-
-
-def _mark_gap(first: Path) -> None:
-    with open_file(first, "r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - len(GAP)))
-        if file.read() != GAP:
-            file.write(GAP)
 
 
 def _parts(log: Path) -> tuple[Path, Path, Path]:
