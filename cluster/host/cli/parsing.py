@@ -112,7 +112,9 @@ def _handle_leniently(machine: ParseMachine, token: str) -> None:
         machine.initial.flags[HELP[0]].set_value(machine.context.name or True, cast=False)
         return
     asks_for_help = token in HELP
-    is_misspelt = token[:1] == "-" != token and not machine.waiting_for_flag_value and not _is_option(machine, token)
+    context = machine.context
+    is_option = context and (token in context.flags or token in context.inverse_flags)
+    is_misspelt = token[:1] == "-" != token and not machine.waiting_for_flag_value and not is_option
     if is_misspelt and token in machine.initial.flags and token not in OF_EVERY_TASK:
         raise Misuse(_unknown(machine, token), machine.context)
     if asks_for_help or is_misspelt:
@@ -132,11 +134,6 @@ def _switch_to_only_context(machine: ParseMachine, name: str) -> None:
     if _Shown.everything:
         machine.initial.flags[HELP[0]].value = name
     _switch_to_context(machine, name)
-
-
-def _is_option(machine: ParseMachine, token: str) -> bool:
-    context = machine.context
-    return bool(context) and (token in context.flags or token in context.inverse_flags)
 
 
 def _refuse(machine: ParseMachine, message: str) -> None:

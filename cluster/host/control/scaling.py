@@ -135,7 +135,11 @@ def _swap(planned: Plan, sh: Shell) -> bool:
             startup.continue_run(planned, sh)
             return True
     except BaseException:
-        _end_here(run)
+        with contextlib.suppress(Exception):  # for commands that watch the run; the original error is reported
+            run.end("stopped", task="chief")
+            summary.write_summary(run, settle_s=0)
+            resume = f"{COMMAND} up --resume {run.name}"
+            print_lines(f"{run.name} is stopped; `{resume}` continues from its newest checkpoint")
         raise
     if not run.load_summary():  # another command stopped the run for good, and no agent was left to record it
         summary.write_summary(run, settle_s=0)
@@ -168,14 +172,6 @@ def _reached(run: RunFolder) -> tuple[int, str]:
     if done <= step:
         return step, f"step {step}"
     return step, f"step {step} ({counted(done - step, 'step')} done again: a task ended before all had saved)"
-
-
-def _end_here(run: RunFolder) -> None:
-    """Record that a run has stopped and could not be started again, for commands that watch it."""
-    with contextlib.suppress(Exception):  # the original error is reported
-        run.end("stopped", task="chief")
-        summary.write_summary(run, settle_s=0)
-        print_lines(f"{run.name} is stopped; `{COMMAND} up --resume {run.name}` continues from its newest checkpoint")
 
 
 def _report_end(run: RunFolder, sh: Shell, headline: str) -> int:
