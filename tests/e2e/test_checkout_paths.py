@@ -28,17 +28,6 @@ def checkout(tmp_path, data, copy_checkout) -> Path:
     return folder
 
 
-def clusters_in(checkout: Path, **environment: str) -> Clusters:
-    own = {"RUNS_DIR": f"{checkout}/runs", "DATA_DIR": f"{checkout}/data", **environment}
-    return Clusters(checkout / "runs", own, checkout)
-
-
-def check(checkout: Path) -> None:
-    assert "succeeded" == read_json(checkout / "runs" / "one" / "summary.json")["state"]
-    assert [] == list(checkout.parent.rglob("PWNED"))
-    assert [] == list(ROOT.glob("PWNED*"))
-
-
 @pytest.fixture
 def own_images() -> Iterator[str]:
     """The beginning of the names of images that are removed again."""
@@ -54,11 +43,13 @@ def test_a_run_in_containers_must_succeed_under_any_umask(checkout, own_images):
         path.chmod(0o700 if path.is_dir() else 0o600)
     before = os.umask(0o077)
     try:
-        clusters = clusters_in(checkout, IMAGE_NAMESPACE=own_images)
+        own = {"RUNS_DIR": f"{checkout}/runs", "DATA_DIR": f"{checkout}/data", "IMAGE_NAMESPACE": own_images}
+        clusters = Clusters(checkout / "runs", own, checkout)
         clusters.invoke("up", *OPTIONS, "--runtime=docker", "--", *TRAINING, timeout_s=900)
     finally:
         os.umask(before)
-    check(checkout)
+    assert "succeeded" == read_json(checkout / "runs" / "one" / "summary.json")["state"]
+    assert [] == [*checkout.parent.rglob("PWNED"), *ROOT.glob("PWNED*")]
     _, text = engine.ask("image", "inspect", "--format={{json .RootFS.Layers}}", f"{own_images}/train:cpu")
     assert text == engine.ask("image", "inspect", "--format={{json .RootFS.Layers}}", "tf-cluster-tests/train:cpu")[1]
     clusters.invoke("down")

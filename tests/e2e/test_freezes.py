@@ -129,14 +129,11 @@ def _await_standby(run: RunFolder) -> None:
     def ready() -> bool:
         cluster, generation = run.load_cluster(), run.generation
         if standby_cluster.is_possible(run, cluster):
-            return standby_cluster.is_complete(run, cluster.without(_left_out(run)), generation)
+            left_out = sorted(run.generation_record(generation).left_out)
+            return standby_cluster.is_complete(run, cluster.without(left_out), generation)
         return all(Frozen("standby", task.name).find(run) for task in cluster.tasks if ("standby", task.name) != NONE)
 
     wait_for(ready, "the standby processes", SLOW_MACHINE_S)
-
-
-def _left_out(run: RunFolder) -> list[str]:
-    return sorted(run.generation_record(run.generation).left_out)
 
 
 def _continues(one: Frozen, run: RunFolder) -> bool:

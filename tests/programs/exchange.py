@@ -49,9 +49,6 @@ def _sums() -> dict[str, Any]:
 
     tf.distribute.ReplicaContext.all_reduce = counted
 
-    def by_ring(tensors: list[Any]) -> list[Any]:
-        return ring(tf.distribute.get_replica_context(), "SUM", tensors)
-
     def summed(add_up: Callable[[list[Any]], list[Any]], sparse: bool) -> Any:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         tensors: list[Any] = [tf.random.stateless_normal(shape, [at, replica]) for at, shape in enumerate(SHAPES)]
@@ -67,7 +64,7 @@ def _sums() -> dict[str, Any]:
     swap = gradients.sum_over_replicas
     found = {
         "swap": bits(swap),
-        "ring": bits(by_ring),
+        "ring": bits(lambda tensors: ring(tf.distribute.get_replica_context(), "SUM", tensors)),
         "sparse": bits(swap, sparse=True),
     }
     gradients.LARGEST_SWAP = 4 * 1600 * 64

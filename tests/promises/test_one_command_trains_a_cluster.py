@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 
 import pytest
 
@@ -80,7 +79,8 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters):
     words = ("up", "--name=interrupted", "--runtime=local", "--tensorboard-port=0", "--workers=1")
     process = clusters.popen(*words, "--", *TRAINING, *ENDLESS)
     run = clusters.run("interrupted")
-    await_line(process, "Ctrl-C saves and stops")
+    assert process.stdout is not None
+    assert any("Ctrl-C saves and stops" in line for line in process.stdout), "it ended without saying how to stop it"
     wait_for(lambda: step_of(run) >= 2, "step 2")
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=240)
@@ -88,9 +88,3 @@ def test_first_ctrl_c_must_stop_with_a_checkpoint(clusters):
     assert "stopped" == summary(run)["state"]
     assert f"ckpt-{summary(run)['steps']}.index" in [path.name for path in run.checkpoints.iterdir()]
     assert "invoke up --resume interrupted" in output
-
-
-def await_line(process: subprocess.Popen[str], words: str) -> None:
-    """Read a command's output until a line contains `words`."""
-    assert process.stdout is not None
-    assert any(words in line for line in process.stdout), f"it ended without saying {words!r}"

@@ -1,5 +1,6 @@
 """The standby process: the next attempt's program is there before it is needed, and gone after the run."""
 
+import functools
 import os
 import signal
 from unittest.mock import Mock
@@ -11,7 +12,6 @@ from cluster.contract import tf_config
 from cluster.contract.recovery import standby_cluster
 from cluster.host.runtime import supervisor
 from cluster.system.json_files import write_json
-from tests.support.gang import Gang
 from tests.support.waiting import wait_for
 
 LINES = """
@@ -31,10 +31,6 @@ train(5)
 if GENERATION < 2: work()
 train(6), meet(), finish()
 """
-
-
-def ready(gang: Gang, generation: int) -> bool:
-    return standby_cluster.is_complete(gang.run, gang.run.load_cluster(), generation)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +56,8 @@ def test_after_a_death_the_standby_processes_become_the_next_generation(start_ga
 def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_ports(start_gang):
     gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)
     for generation, victim in enumerate(("worker-0", "chief")):
-        wait_for(lambda at=generation: ready(gang, at), "the cluster of the standby processes")
+        formed = functools.partial(standby_cluster.is_complete, gang.run, gang.run.load_cluster(), generation)
+        wait_for(formed, "the cluster of the standby processes")
         gang.await_step(victim, 5)
         os.kill(gang.pid(victim), signal.SIGKILL)
         wait_for(lambda at=generation: gang.beat("chief").generation == at + 1, "the next generation")

@@ -24,12 +24,6 @@ def log(tmp_path) -> Path:
     return tmp_path / "chief.log"
 
 
-def copied(data: bytes, log: Path, noise: tuple[bytes, ...] = ()) -> list[str]:
-    last: list[str] = []
-    logs.copy_output(io.BufferedReader(io.BytesIO(data)), log, last, noise)
-    return last
-
-
 def read(reader: LogReader, *, ended: bool = True) -> list[bytes]:
     return list(reader.lines(ended=ended))
 
@@ -37,8 +31,10 @@ def read(reader: LogReader, *, ended: bool = True) -> list[bytes]:
 @pytest.mark.parametrize("chunk", [1, 7, 100, 2**16])
 def test_what_is_printed_is_logged(log, monkeypatch, chunk):
     monkeypatch.setattr(logs, "CHUNK_BYTES", chunk)
-    printed = b"step 1\r\n\n\xff\x00\nnoise here\n  last line  "
-    assert ["step 1", "\ufffd\0", "  last line"] == copied(printed, log, (b"noise",))
+    printed = io.BytesIO(b"step 1\r\n\n\xff\x00\nnoise here\n  last line  ")
+    last: list[str] = []
+    logs.copy_output(io.BufferedReader(printed), log, last, (b"noise",))
+    assert ["step 1", "\ufffd\0", "  last line"] == last
     assert b"step 1\r\n\n\xff\x00\n  last line  \n" == log.read_bytes()
 
 

@@ -111,11 +111,6 @@ def blocks(costs, parameter_bytes=0, activation_bytes=0):
     ]
 
 
-def all_borders(count, stages):
-    for inner in itertools.combinations(range(1, count), stages - 1):
-        yield [0, *inner, count]
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=8),
@@ -130,8 +125,8 @@ def test_the_best_cut_that_fits_the_memory_is_found_or_refused(sizes, stages, sc
     model = [BlockCost((f"layer_{at}",), float(c), p, p, a, 1) for at, (c, p, a) in enumerate(sizes)]
     plan = Constraints(stages, schedule, 4, remat, limit)
     fitting, most = [], math.inf if limit is None else limit
-    for borders in all_borders(len(model), stages):
-        ranges = list(itertools.pairwise(borders))
+    for inner in itertools.combinations(range(1, len(model)), stages - 1):
+        ranges = list(itertools.pairwise([0, *inner, len(model)]))
         if all(compute_stage(model, plan, number, *each).memory_bytes <= most for number, each in enumerate(ranges)):
             fitting.append(max(sum(block.flops for block in model[a:b]) for a, b in ranges))
     if not fitting:
