@@ -110,13 +110,17 @@ def contents(run: RunFolder) -> dict[str, bytes]:
     return {name: (run.path / name).read_bytes() for name in damage.files_of(run)}
 
 
-def check(
-    which: dict[str, Callable[[Any, str], Any]],
-    runs: tuple[RunFolder, RunFolder],
-    seed: int,
-    count: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("which", [READING, CHANGING], ids=["read", "act"])
+@settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    print_blob=True,
+    max_examples=30,
+)
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 4))
+def test_commands_say_what_is_wrong(runs, capsys, which, seed, count):
     """Damage one of two runs and call commands on it; the other comes out as it was."""
     draw = random.Random(seed)
     run, other = runs if draw.random() < 0.5 else runs[::-1]
@@ -137,28 +141,6 @@ def check(
         code = call(READING["status --json"], "good")
         assert 0 == code
         assert before == (contents(good), [path.read_text() for path in outside.iterdir()])
-
-
-unhurried = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], print_blob=True
-)
-SEED, COUNT = st.integers(0, 2**32), st.integers(1, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("commands")
-@settings(unhurried, max_examples=30)
-@given(seed=SEED, count=COUNT)
-def test_commands_that_read_say_what_is_wrong(runs, capsys, seed, count):
-    check(READING, runs, seed, count, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("commands")
-@settings(unhurried, max_examples=30)
-@given(seed=SEED, count=COUNT)
-def test_commands_that_act_say_what_is_wrong(runs, capsys, seed, count):
-    check(CHANGING, runs, seed, count, capsys)
 
 
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))]
