@@ -73,20 +73,15 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
                 f"tasks; add --env {' --env '.join(hidden)}"
             )
         if plan.chooses_kernels:
-            _decide_kernels(plan, stages.get("unverified", {}))
+            plan.config["onednn"], notes = plan.choose_kernels(stages.get("unverified", {}))
+            if plan.config["onednn"] != plan.fast_kernels[0]:
+                plan.runtime.anticipate(plan, plan.compose, plan.config)
+            print_lines(*notes)
         plan.runtime.prepare(plan, sh)
         _write_folder(plan, began, stages.get("record"), version)
         _start_tasks(plan, sh)
         if plan.mirror:
             mirror.start_upload(plan.run)
-
-
-def _decide_kernels(plan: Plan, unverified: dict[str, list[str]]) -> None:
-    """Set `onednn` in the configuration: whether the run uses oneDNN's kernels, and their instruction set."""
-    plan.config["onednn"], notes = plan.choose_kernels(unverified)
-    if plan.config["onednn"] != plan.fast_kernels[0]:
-        plan.runtime.anticipate(plan, plan.compose, plan.config)
-    print_lines(*notes)
 
 
 def continue_run(plan: Plan, sh: Shell) -> None:
@@ -104,10 +99,7 @@ def continue_run(plan: Plan, sh: Shell) -> None:
 
 
 def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
-    """Start the tasks; on failure or interruption, end those that were started.
-
-    For a run that `continues`, the calling command records the end.
-    """
+    """Start the tasks, or end those that were started; the caller records the end of a run that `continues`."""
     try:
         plan.runtime.start(plan, sh)
         metrics_server.start(plan.run, plan.options.count("metrics_port"))
