@@ -233,11 +233,7 @@ class TrainConfig:
         compatibility.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
 
     def pin(self, cores: int = 0) -> TrainConfig:
-        """Return this configuration with `threads` and `onednn` resolved as far as bits depend on the machine.
-
-        Args:
-            cores: cores of each task; 0 for those of this machine.
-        """
+        """Return this configuration with `threads` and `onednn` resolved for `cores`, 0 for those of this machine."""
         threads, onednn = self.threads, self.onednn
         if self.deterministic:
             threads = threads or cores or len(os.sched_getaffinity(0))

@@ -107,11 +107,7 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
 
 
 def export(run: RunFolder, data_dir: Path) -> int:
-    """Write the SavedModel of a run's newest checkpoint to its `export/`; return the step.
-
-    Raises:
-        PrerequisiteError: as for `evaluate`.
-    """
+    """Write the SavedModel of a run's newest checkpoint to its `export/`; return the step. Raises like `evaluate`."""
     source, _, model, step = _restore(run, data_dir)
     from train.model import export as exporting
 

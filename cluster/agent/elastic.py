@@ -150,10 +150,7 @@ class Members:
         )
 
     def continue_without(self, generation: int, missing: Collection[str], timeout_s: float) -> LeaveOut | None:
-        """Return how the run continues without tasks that missed the rendezvous.
-
-        Returns None if the run needs them or if another agent decides.
-        """
+        """Return how to continue without missing tasks; None if the run needs them, or if another agent decides."""
         if not self._decides or self._min_workers is None:
             return None
         absent = membership.left_out(self._run.folder, generation) | set(missing)

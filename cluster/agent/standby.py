@@ -122,10 +122,7 @@ class Standby:
         self._removed += 1
 
     def take(self, *, in_cluster: bool = False) -> TaskProcess | None:
-        """Hand over the standby process for the next attempt; None without a usable one.
-
-        With `in_cluster` the next attempt uses the cluster of the standby processes.
-        """
+        """Hand over the standby process for the next attempt, with its cluster if `in_cluster`; None without one."""
         if self._training_since is not None:
             self._training_since, self._delay_s = None, self._next_delay_s
         self._again_at, self._kills = 0.0, 0

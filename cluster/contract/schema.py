@@ -163,10 +163,7 @@ class Record:
 
 
 def dictionary(record: type[Record]) -> Callable[[Any], dict[str, Any]]:
-    """Return a check that validates an object like a record, but returns a dictionary.
-
-    A missing key gets the field's default unless the field is sparse.
-    """
+    """Return a check like a record's that returns a dictionary, with the defaults of fields that are not sparse."""
     written = [each for each in fields(record) if each.name != "unknown" and not each.metadata]
 
     def check(value: Any) -> dict[str, Any]:  # does not build a record: metrics have millions of rows

@@ -39,10 +39,7 @@ def dumps(spec: ClusterSpec, task: Task) -> str | None:
 
 
 def parse(text: str) -> tuple[dict[str, list[str]], Role, int]:
-    """Return the addresses in a TF_CONFIG by role, and the role and index of the task to which it belongs.
-
-    Raises UsageError if the text is not a TF_CONFIG.
-    """
+    """Return a TF_CONFIG's addresses by role, and its task's role and index; raise UsageError if it is invalid."""
     try:
         value = json.loads(text)
         cluster = {str(role): [str(address) for address in addresses] for role, addresses in value["cluster"].items()}

@@ -206,10 +206,7 @@ class DatasetRecord(abc.ABC):
         return record
 
     def verify(self, data_dir: Path, say: Callable[[str], None]) -> None:
-        """Recompute the sha256 of every file and of the original files, and report a line for each.
-
-        Original files may be missing, because training does not read them.
-        """
+        """Recompute the sha256 of every file, and of the original files that are there; report a line for each."""
         expected = {file.path: file.sha256 for file in self.files}
         expected |= {data_dir / name: digest for name, digest in self.source_files.items()}
         differing = []

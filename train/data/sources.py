@@ -1,7 +1,4 @@
-"""The interface between the loops and data in any form.
-
-Shapes: B replica batch.
-"""
+"""The interface between the loops and data in any form. Shapes: B replica batch."""
 
 import abc
 from dataclasses import dataclass

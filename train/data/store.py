@@ -92,10 +92,7 @@ def new_folder(data_dir: Path, kind: str, name: str, version: str) -> Iterator[P
 
 @contextlib.contextmanager
 def lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock `data_dir` for one process that prepares data, and report errors of its disk.
-
-    The system releases the lock of a process that dies.
-    """
+    """Lock `data_dir` for a process that prepares data, as long as it lives, and report errors of its disk."""
     with disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
         with (data_dir / ".prepare.lock").open("w") as file:

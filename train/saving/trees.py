@@ -86,10 +86,7 @@ class Snapshot(Mirror):
     """
 
     def __init__(self, checkpoint: tf.train.Checkpoint, names: Mapping[int, str] | None = None) -> None:
-        """Copy the variables; those without a value, which another task has, stay without one.
-
-        The `names` of variables, by `id`, are saved with their values.
-        """
+        """Copy the variables, which may lack a value in this task; `names`, by `id`, are saved with the values."""
         known = names or {}
 
         def copy(variable: tf.Variable) -> tf.Variable:

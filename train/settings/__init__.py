@@ -1,4 +1,1 @@
-"""The parts of a configuration, which `train/config.py` combines: checked fields, references, overrides.
-
-Nothing here imports TensorFlow.
-"""
+"""The parts of a configuration, for `train/config.py`: fields, references, overrides. None imports TensorFlow."""

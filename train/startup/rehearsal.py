@@ -22,10 +22,7 @@ CLASSES = 10
 
 
 def can_rehearse(config: TrainConfig) -> bool:
-    """Whether a rehearsal helps a training: with the custom loop and without a GPU.
-
-    A GPU and its memory belong to the training process.
-    """
+    """Whether a rehearsal helps: with the custom loop, and without a GPU, which belongs to the training process."""
     return config.loop == "custom" and not tf.config.list_physical_devices("GPU")
 
 

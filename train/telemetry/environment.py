@@ -23,10 +23,7 @@ INSTRUCTIONS = ("sse4_2", "avx", "fma", "avx2", "avx512f", "avx512_vnni", "avx51
 
 
 def record_environment(run: RunFolder, dataset: str, source: Source) -> None:
-    """Write `environment.json`, and add the data and the environment to the run's manifest.
-
-    Raises RunFailed if the data has changed since it was prepared.
-    """
+    """Write `environment.json`, and add data and environment to the manifest; raise RunFailed if data has changed."""
     environment, manifest = describe_environment(), read_json(run.manifest, {})
     write_json(run.environment, environment)
     data = manifest.get("data", {})

@@ -1,7 +1,4 @@
-"""Statistics of the step times of one generation of a task, in bounded memory.
-
-Shapes: S steps; columns: whole step, input, busy.
-"""
+"""Step times of one generation of a task, in bounded memory. Shapes: S steps; columns: whole step, input, busy."""
 
 from dataclasses import dataclass
 from typing import Any

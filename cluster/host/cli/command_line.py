@@ -208,10 +208,7 @@ def _explained(error: OSError) -> str:
 
 
 def ask_user(question: str) -> str:
-    """Ask on the terminal; return the answer in lower case, `no` at the end of the input (Ctrl-D).
-
-    Input that was typed before the question is discarded.
-    """
+    """Ask on the terminal, discarding earlier input; return the answer in lower case, `no` at the end of the input."""
     with contextlib.suppress(termios.error, OSError, ValueError):
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
     try:
@@ -330,10 +327,7 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
             self.kill()  # whatever ignores the interrupt
         return self.process.wait()
 
-    def _thread_join_timeout(self, target: Callable[..., Any]) -> int | None:
-        """Return how many seconds to wait for its output, which a process that left the group may keep open.
-
-        invoke has no public setting for it.
-        """
+    def _thread_join_timeout(self, target: Callable[..., Any]) -> int | None:  # invoke has no public setting for it
+        """Return how many seconds to wait for its output, which a process that left the group may keep open."""
         ended = self.timed_out or self._interrupts > 0
         return 1 if ended else super()._thread_join_timeout(target)

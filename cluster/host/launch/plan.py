@@ -312,11 +312,7 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
 
 
 def estimate_memory(plan: Plan) -> dict[str, Any] | None:
-    """Return the memory of each task against its limit, as in `invoke plan --json`.
-
-    Returns:
-        None for a script, and for a pipeline, for which `plan` reports memory by stage.
-    """
+    """Return the memory of each task against its limit, as in `invoke plan --json`; None for a script or a pipeline."""
     if plan.payload.script or plan.cluster.kind.staged:
         return None
     if not plan.data and ":" not in plan.config["dataset"]:  # a user's data is never called ready, see `describe_ready`

@@ -45,10 +45,7 @@ class RunFile:
     args: tuple[str, ...]
 
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
-        """Return the request of this file and a command line, whose options take precedence; variables are merged.
-
-        `words` are those after `--`.
-        """
+        """Return the request of this file and a command line with `words` after `--`, which takes precedence."""
         added = {name: (*self.options.get(name, ()), *given.get(name, ())) for name in ("env", "secret")}
         return Request(
             **{**self.options, **given, **added},
@@ -100,11 +97,7 @@ def read_user_file() -> Mapping[str, Any]:
 
 
 def write_run_file(name: str, request: Request, config: Mapping[str, Any]) -> Path:
-    """Write a run file that reproduces the plan of this request and configuration; return its path.
-
-    Raises:
-        UsageError: the file exists, or cannot be written.
-    """
+    """Write a run file that reproduces a request's plan; return its path. Raises UsageError if it cannot be written."""
     path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111
     try:
         with path.open("x", encoding="utf-8") as file:

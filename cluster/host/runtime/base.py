@@ -171,10 +171,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def start(self, work: Workload, sh: Shell) -> None:
-        """Start every task, without waiting for their agents.
-
-        Calls `owner.create_owner` before anything starts, so that leftovers of a failed start are found.
-        """
+        """Call `owner.create_owner`, by which leftovers are found, then start every task without waiting for agents."""
 
     # A run that was started
 
@@ -183,10 +180,7 @@ class Runtime(ABC):
         """Whether any process or container of the run still runs."""
 
     def scheduler_status(self, run: RunFolder) -> str:  # noqa: ARG002
-        """Return the scheduler's status of a run without heartbeats, as a line; empty without a scheduler.
-
-        The status may be a few seconds old.
-        """
+        """Return the status, maybe seconds old, of a run without heartbeats, as a line; empty without a scheduler."""
         return ""
 
     @abstractmethod

@@ -57,10 +57,7 @@ def enter() -> None:
 
 
 def refusal() -> Refusal | None:
-    """Return why entering a network namespace fails here, and a fix; None if it works.
-
-    Tries it in a child process, which takes a few milliseconds.
-    """
+    """Return why a child process cannot enter a network namespace here, and a fix; None if it can."""
     child = os.fork()
     if not child:
         os._exit(_try())
