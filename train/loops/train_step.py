@@ -151,7 +151,10 @@ class TrainStep:
         return never_inlined(forward) if self.as_function and not self.masked else forward
 
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return a batch's share of the score, and of the loss, which adds up to the loss of the whole batch."""
+        """Return a batch's share of the loss and of the score.
+
+        The shares of the loss add up to the loss that one device would compute for the whole batch.
+        """
         outputs_BK = cast_outputs(self.model(cast_features(self.model, batch.features), training=True))
         with masks.average_over_batch(self._compared(outputs_BK)):
             losses_B = self.objective.loss(batch.labels, outputs_BK)

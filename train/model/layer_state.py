@@ -153,7 +153,10 @@ class LayerState:
         return after if spec.dtype.is_floating else tf.stack([after, after * after])
 
     def assign(self, contributions: Sequence[tf.Tensor], add_up: Callable[[Sequence[tf.Tensor]], list[Any]]) -> None:
-        """Assign the state after the step, from the contributions, which `add_up` adds up over all replicas."""
+        """Assign the state after the step, from the sums of the contributions of this replica's parts.
+
+        `add_up` adds up tensors of one type over all replicas.
+        """
         for dtype in sorted({_spec(self.variables[at]).dtype.name for at in self._changed}):
             changed = [at for at in sorted(self._changed) if _spec(self.variables[at]).dtype.name == dtype]
             for at, total in zip(changed, add_up([contributions[at] for at in changed]), strict=True):

@@ -34,7 +34,10 @@ def read_invitation(run: RunFolder) -> Invitation | None:
 
 
 def run_token(run: RunFolder) -> str:
-    """Return the shared secret of the run's agents, which the first caller creates; raise OSError if that fails."""
+    """Return the shared secret of the run's agents; the first caller creates it. `RunFolder.reopen` removes it.
+
+    Raises OSError if it cannot be written.
+    """
     if not (known := records.read_record(run.token, Token.from_json, None, limit=records.TASK_BYTES)):
         create_json(run.token, {"token": secrets.token_hex(TOKEN_BYTES)}, Token.from_json, mode=PRIVATE)
         known = records.read_record(run.token, Token.from_json)

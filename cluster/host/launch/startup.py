@@ -204,6 +204,8 @@ def _prepare_data(plan: Plan, sh: Shell) -> str:
     start = plan.runtime.program_starter
     found = user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", environment=environment, start=start, kept=kept)
     print_lines(f"data: {found['text']}")
+    if plan.resumes and found["version"] != json_files.read_json(plan.run.data_version, found)["version"]:
+        print_lines("data: these differ from those with which the run began, and with which it continues")
     if found["seconds"] > SLOW_CALL_S and not plan.request.reuse_data:
         print_lines(f"data: it took {found['seconds']:.0f} s; --reuse-data skips it while what it reads is unchanged")
     return str(found["version"])

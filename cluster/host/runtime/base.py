@@ -171,7 +171,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def start(self, work: Workload, sh: Shell) -> None:
-        """Call `owner.create_owner`, by which leftovers are found, then start every task without waiting for agents."""
+        """Start every task, without waiting for their agents.
+
+        Calls `owner.create_owner` before anything starts, so that leftovers of a failed start are found.
+        """
 
     # A run that was started
 

@@ -18,7 +18,7 @@ from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, plan, planning, startup, teardown
 from cluster.host.launch.plan import plan_lines
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, mirror, supervisor
+from cluster.host.runtime import compose_services, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime.local_runtime import LocalProcesses
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
@@ -314,6 +314,12 @@ def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_pa
         assert "--env WIDTH\n" in printed
         assert "1a2b" == read_json(planned.run.data_version)["version"]
     assert [["train.data", "train.startup.preflight"], ["train.data"], []] == called
+    planned.run.end("stopped", task="chief")
+    monkeypatch.setitem(DATA, "version", "3c4d")
+    planned = planning.plan(Request(resume="three", runtime="local", tensorboard_port="0"))
+    startup.start(planned, no_shell, began=456.0)
+    assert "differ" in capsys.readouterr().out
+    assert "1a2b" == read_json(planned.run.data_version)["version"]
 
 
 @pytest.mark.parametrize(
@@ -348,20 +354,6 @@ def test_what_imported_stays_as_long_as_requested_or_configured(monkeypatch, tmp
     for text in ("workers = 1\n", 'keep-warm = "soon"\n', "[train]\nepochs = 1\n"):
         file.write_text(text)
         assert EXIT_USAGE == refusal(Request(runtime="local")).exit_code
-
-
-def test_a_mirror_is_tried_before_anything_starts_and_kept_by_a_resume(resolved, stopped_run, monkeypatch, tmp_path):
-    uploaded, requested = [], {"runtime": "local", "tensorboard_port": "0"}
-    monkeypatch.setattr(mirror, "start_upload", uploaded.append)
-    refused = planning.plan(Request(name="none", mirror="file:///proc/store", **requested))
-    with pytest.raises(PrerequisiteError):
-        startup.start(refused, no_shell, began=123.0)
-    assert not refused.run.path.exists()
-    run = stopped_run(name="one", mirror=f"file://{tmp_path}/store")
-    assert [run] == uploaded
-    again = planning.plan(Request(resume="one", **requested))
-    assert (run.started.mirror, run.started.mirror_id) == (again.mirror, again.mirror_id)
-    assert (16, "") == (len(again.mirror_id), planning.plan(Request(resume="one", mirror="none", **requested)).mirror)
 
 
 def test_data_that_is_ready_is_not_prepared_and_nothing_is_printed(monkeypatch, capsys):
