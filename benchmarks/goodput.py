@@ -21,6 +21,7 @@ from benchmarks import peers
 from benchmarks.figures import Figure, ratios
 from benchmarks.peers import Peer
 from benchmarks.runs import ENDLESS, LIMIT_S, Bench
+from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import records
 from cluster.contract.run.launch_records import Programs
 from cluster.host.launch import teardown
@@ -31,7 +32,7 @@ from cluster.system.waiting import wait_until
 EVERY_S = (5.0, 15.0, 60.0)
 WINDOW_S, QUICK_S = 600.0, 40.0
 CALM_S = 30.0
-"""Seconds of training before the window, to start standby processes and to measure the time per step."""
+"""Seconds of training before the window, to measure the time per step."""
 MEMORY, DISK = "with snapshots in memory", "checkpoints alone"
 WORDS = {MEMORY: (), DISK: ("--no-memory-snapshots",)}
 
@@ -105,6 +106,9 @@ def _ours(bench: Bench, name: str, words: tuple[str, ...]) -> Iterator[_Training
 
     # The heartbeats of programs that start again begin with step 0.
     try:
+        # Until they are ready, standby processes take a part of the cores, which would slow the steps to compare with.
+        if not wait_until(lambda: standby_cluster.is_complete(run, run.load_cluster(), 0), LIMIT_S):
+            raise RunFailed(f"the standby processes of {name} do not become ready")
         yield _Training(lambda: max((row["step"] for row in run.rows("chief")), default=0), programs)
     finally:
         teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
