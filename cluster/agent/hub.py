@@ -1,7 +1,8 @@
 """The hub and its clients: the chief's agent accepts a connection from each other agent and sends a digest to all.
 
-One thread serves all connections. It sends a digest every `PULSE_S`, and within `TICK_S` after a change for which
-other agents wait. This takes O(N) messages a second for N tasks, even while they join the rendezvous one by one.
+One thread serves all connections. It sends a digest every `PULSE_S`, within `TICK_S` after a change for which other
+agents wait, and immediately when a generation begins; a digest wakes the agents. This takes O(N) messages a second for
+N tasks, even while they join the rendezvous one by one.
 """
 
 from __future__ import annotations
