@@ -48,7 +48,7 @@ class MemorySnapshots:
         """
         self._files, self._gather, self._broadcast = files, gather, broadcast
         # Build the tree now: a compiled model refers to its optimizer, which moves the variables in the tree.
-        self._tree = Mirror(checkpoint, lambda variable: variable if has_value(variable) else None)
+        self._tree = _own_variables(checkpoint)
         self._layout = _hash_layout(self._tree)
         self._warned = False
 
@@ -57,7 +57,7 @@ class MemorySnapshots:
 
         If the memory is too small for the state, nothing is copied, and a warning is printed.
         """
-        values = [read_octets(variable) for variable, _ in self._tree.pairs]
+        values = _read_values(self._tree)
         length = sum(8 + octets.size + _padding(octets) for octets in values)
         if not any(os.fstat(file).st_size for file in self._files) and not self._has_room(2 * length):
             return
@@ -93,8 +93,7 @@ class MemorySnapshots:
             return None
         if any(step not in each for each in all_held):
             self._receive(step, held, next(at for at, each in enumerate(all_held) if step in each))
-        for (variable, _), octets in zip(self._tree.pairs, _split(_mapped(held[step])), strict=True):
-            variable.assign(_as_tensor(octets, variable))
+        _assign_values(self._tree, _split(_mapped(held[step])))
         self._discard(file for other, file in held.items() if other > step)
         return step
 
@@ -129,10 +128,23 @@ class MemorySnapshots:
 @contextmanager
 def unchanged(checkpoint: tf.train.Checkpoint) -> Iterator[None]:
     """Restore the variables of a tree after the block."""
-    tree = Mirror(checkpoint, lambda variable: variable if has_value(variable) else None)
-    before = [(variable, read_octets(variable)) for variable, _ in tree.pairs]
+    tree = _own_variables(checkpoint)
+    before = _read_values(tree)
     yield
-    for variable, octets in before:
+    _assign_values(tree, before)
+
+
+def _own_variables(checkpoint: tf.train.Checkpoint) -> Mirror:
+    """Return a tree without the variables that only other tasks have."""
+    return Mirror(checkpoint, lambda variable: variable if has_value(variable) else None)
+
+
+def _read_values(tree: Mirror) -> list[np.ndarray]:
+    return [read_octets(variable) for variable, _ in tree.pairs]
+
+
+def _assign_values(tree: Mirror, values: Iterable[np.ndarray]) -> None:
+    for (variable, _), octets in zip(tree.pairs, values, strict=True):
         variable.assign(_as_tensor(octets, variable))
 
 

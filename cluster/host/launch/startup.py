@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import kept_results, settings, user_code
-from cluster.contract.run import claim, owner, provenance
+from cluster.contract.run import claim, owner, provenance, records
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
+from cluster.contract.schema import Record, dictionary
 from cluster.host.image import images
 from cluster.host.launch import manifest, metrics_server, mirroring, packages, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
@@ -66,6 +67,10 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         likely = {"onednn": plan.fast_kernels[0]} if plan.chooses_kernels else {}
         plan.runtime.anticipate(plan, plan.compose, plan.config | likely)
         version = "" if plan.data or plan.payload.script else _prepare_data(plan, sh)
+        if version and plan.resumes:
+            recorded = records.read_record(plan.run.data_version, dictionary(Record), {})
+            if recorded.get("version", version) != version:
+                print_lines("data: these differ from those with which the run began, and with which it continues")
         stages = {} if plan.payload.script else plan.try_configuration()
         if hidden := [name for name in stages.get("missing", ()) if name in os.environ]:
             print_lines(
@@ -204,8 +209,6 @@ def _prepare_data(plan: Plan, sh: Shell) -> str:
     start = plan.runtime.program_starter
     found = user_code.run(command, f"dataset {name}", "DATA_TIMEOUT_S", environment=environment, start=start, kept=kept)
     print_lines(f"data: {found['text']}")
-    if plan.resumes and found["version"] != json_files.read_json(plan.run.data_version, found)["version"]:
-        print_lines("data: these differ from those with which the run began, and with which it continues")
     if found["seconds"] > SLOW_CALL_S and not plan.request.reuse_data:
         print_lines(f"data: it took {found['seconds']:.0f} s; --reuse-data skips it while what it reads is unchanged")
     return str(found["version"])

@@ -316,10 +316,15 @@ def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_pa
     assert [["train.data", "train.startup.preflight"], ["train.data"], []] == called
     planned.run.end("stopped", task="chief")
     monkeypatch.setitem(DATA, "version", "3c4d")
-    planned = planning.plan(Request(resume="three", runtime="local", tensorboard_port="0"))
-    startup.start(planned, no_shell, began=456.0)
+    request = Request(resume="three", runtime="local", tensorboard_port="0")
+    startup.start(planning.plan(request), no_shell, began=456.0)
     assert "differ" in capsys.readouterr().out
     assert "1a2b" == read_json(planned.run.data_version)["version"]
+    for damage in ("[", "[]", "{}"):  # which the tasks report
+        planned.run.end("stopped", task="chief")
+        planned.run.data_version.write_text(damage)
+        startup.start(planning.plan(request), no_shell, began=789.0)
+        assert "differ" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
