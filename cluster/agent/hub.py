@@ -212,7 +212,7 @@ class Hub(Server):
     def on_message(self, peer: PeerConnection, message: dict[str, Any]) -> None:
         with self._lock:
             if self._roster.receive(peer.channel.task, message):
-                self._looked_at = 0.0
+                self._looked_at = float("-inf")
 
     def on_close(self, peer: PeerConnection) -> None:
         """Record that a task is disconnected, unless it has a newer connection."""

@@ -4,9 +4,10 @@ Clocks of different machines differ, so durations are measured on this machine's
 which a change of a heartbeat or step was observed. Time in which this process itself was stopped does not count.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ from cluster.contract.results.late_tasks import find_late
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
-from cluster.system.json_files import create_json
+from cluster.system.json_files import create_json, write_json
 
 FROZEN_S = 8.0
-"""A program without a heartbeat for this long (one is due every second) is frozen; its agent ends it."""
+"""A program that a signal keeps stopped for this long is frozen; its agent ends it."""
+VOUCH_S = 4.0
+"""After this long without a heartbeat (one is due every second) of a program that runs, its agent writes one.
+
+No thread of Python runs during a long call that holds the interpreter's lock, such as sorting a large list. A program
+that is only silent therefore gets as long as one without a new step.
+"""
 SILENT_S = 12.0
-"""If the agent has not done so by this time, the whole task counts as gone, and another agent acts."""
+"""A task without a heartbeat for this long, also of its agent, counts as gone, and another agent acts."""
 IMPORT_S = 120.0
 """Longest time from the rendezvous to a program's own first heartbeat, and between heartbeats while importing."""
 SLOW_FACTOR = 10
@@ -62,6 +69,8 @@ class Watchdog:
         self._task = task
         self._generation = generation
         self._scripted = run.folder.script is not None
+        self._vouched_at: float | None = None
+        """The time in the heartbeat that this agent wrote last for its program."""
         self._changed: dict[str, tuple[Any, float]] = {}
         self._newest: dict[str, Heartbeat] = {}
         self._behind: set[str] = set()
@@ -99,7 +108,9 @@ class Watchdog:
         unlinked = self._run.unlinked  # while the hub is connected, the chief's agent watches the others
         watched = self._names if unlinked is None else [name for name in self._names if name in unlinked]
         beats = self._read(self._run.heartbeat, watched, now, self._others_every_s)
-        ages = {name: now - self._since(name, beat.updated_at, now) for name, beat in beats.items()}
+        ages = {name: now - self._since(name, self._written_at(beat), now) for name, beat in beats.items()}
+        if (own := beats.get(self._task.name)) and ages[own.task] >= VOUCH_S and not stopped_s:
+            self._vouch(own)
         return self._frozen(beats, ages, now) or self._hanging(beats, now)
 
     def late(self, timeout_s: float) -> Stall | None:
@@ -207,6 +218,17 @@ class Watchdog:
                 found[name] = beat is None, now - since
         return found
 
+    def _vouch(self, beat: Heartbeat) -> None:
+        if _is_running(beat):
+            self._vouched_at = time.time()
+            with contextlib.suppress(OSError):
+                status = self._run.folder.status(beat.task)
+                write_json(status, replace(beat, updated_at=self._vouched_at).to_json(), durable=False)
+
+    def _written_at(self, beat: Heartbeat) -> Any:
+        """Return the time in a heartbeat, or in the one before if this agent wrote it on behalf of its program."""
+        return self._changed[beat.task][0] if beat.updated_at == self._vouched_at else beat.updated_at
+
     def _since(self, key: str, value: Any, now: float) -> float:
         """Return since when, on the monotonic clock, a value has been observed unchanged."""
         before = self._changed.get(key)
@@ -219,7 +241,7 @@ class Watchdog:
     def _frozen(self, beats: dict[str, Heartbeat], ages: dict[str, float], now: float) -> Stall | None:
         for name, age in ages.items():
             mine = name == self._task.name
-            quiet_s, patience_s = age, FROZEN_S if mine else SILENT_S
+            quiet_s, patience_s = age, max(FROZEN_S, self._step_timeout_s(beats[name])) if mine else SILENT_S
             if beats[name].importing:  # no thread runs while a library is loaded from a slow disk
                 patience_s = IMPORT_S
             if mine and beats[name].state == "waiting":  # the program has not written its first heartbeat yet
@@ -247,13 +269,15 @@ class Watchdog:
             return None  # it may wait for checkpoints forever
         else:
             stuck_s, missing = now - self._since("the step", (own.step, own.state), now), "new step"
-        if stuck_s < self._hang_timeout_s * (1 if own.state == "training" else SLOW_FACTOR):
+        if stuck_s < self._step_timeout_s(own):
             return None
         cause = f"no {missing} for {stuck_s:.0f} s at step {own.step}"
-        if self._task.role == Role.EVALUATOR:
-            return Stall(self._task.name, cause, "hang")
-        late, _ = find_late(self._spec, self._run.heartbeats(), self._generation)
+        is_chief = self._task.role == Role.CHIEF
+        late = find_late(self._spec, self._run.heartbeats(), self._generation)[0] if is_chief else []
         return Stall([*late, self._task.name][0], cause, "hang")
+
+    def _step_timeout_s(self, beat: Heartbeat) -> float:
+        return self._hang_timeout_s * (1 if beat.state == TaskState.TRAINING else SLOW_FACTOR)
 
 
 def _is_running(beat: Heartbeat) -> bool:

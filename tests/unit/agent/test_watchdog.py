@@ -33,6 +33,12 @@ def test_a_gang_without_a_new_step_shows_its_stacks_and_starts_again(start_gang)
         assert "most recent call first" in gang.run.log(task).read_text()
 
 
+@pytest.mark.extended
+def test_a_long_call_that_holds_the_interpreters_lock_ends_no_program(start_gang):
+    gang = start_gang("import ctypes\ntrain(5), ctypes.PyDLL(None).sleep(15), train(9), meet(), finish()", workers=1)
+    assert ("succeeded", []) == (gang.summary()["state"], gang.summary()["restarts"])
+
+
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
     fake = SimpleNamespace(now=1000.0)
@@ -184,6 +190,17 @@ def test_a_program_that_still_imports_may_be_silent_for_longer(make_run, clock):
     assert elapse(dog, clock, watchdog.FROZEN_S + 1) is None
     beats(run, chief={"state": "waiting", "updated_at": time.time() + 9})  # of its agent, which does not mean much
     assert elapse(dog, clock, watchdog.IMPORT_S) is not None
+
+
+def test_a_silent_program_that_no_signal_stops_gets_as_long_as_a_step(make_run, clock):
+    run = make_run(workers=1)
+    beats(run)
+    worker, chief = watch(run, "worker-0"), watch(run)
+    for _ in range(int(HANG_TIMEOUT_S) - 2):
+        assert (None, None) == (worker.examine(), chief.examine())
+        clock.now += 1
+    found = elapse(worker, clock, 4)
+    assert ("worker-0", "frozen") == found
 
 
 def test_a_silent_evaluator_is_left_alone(make_run, clock):
