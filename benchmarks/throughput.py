@@ -9,7 +9,7 @@ from benchmarks.contenders import FIT, LOOP, Contender, fastest, rate
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import Bench
 
-STEPS = 125
+STEPS = 300
 TIMES = 3
 """Factor of the number of rounds: these runs are short, and a machine's speed may change by a third between two."""
 OURS = "ours"
