@@ -34,7 +34,16 @@ WINDOW_S, QUICK_S = 600.0, 40.0
 CALM_S = 30.0
 """Seconds of training before the window, to measure the time per step."""
 MEMORY, DISK = "with snapshots in memory", "checkpoints alone"
-WORDS = {MEMORY: (), DISK: ("--no-memory-snapshots",)}
+WAITING = "with snapshots in memory, steps that leave the processor idle"
+WORDS = {MEMORY: (), DISK: ("--no-memory-snapshots",), WAITING: ()}
+OVERRIDES = {
+    WAITING: (
+        "--model=benchmarks.own_models:waiting",
+        "--dataset=benchmarks.own_models:rows",
+        "--steps-per-loop=5",
+        "--log-every=5",
+    ),
+}
 
 
 def measure(bench: Bench) -> list[Figure]:
@@ -45,8 +54,8 @@ def measure(bench: Bench) -> list[Figure]:
         shares: dict[str, list[float]] = {how: [] for how in (*WORDS, *(peer.title for peer in others))}
         for turn in bench.turns():
             name = f"goodput-{every_s:g}-{turn}"
-            for how, words in WORDS.items():
-                with _ours(bench, f"{name}-{len(words)}", words) as training:
+            for number, how in enumerate(WORDS):
+                with _ours(bench, f"{name}-{number}", how) as training:
                     shares[how].append(_goodput(training, every_s, _window_s(bench)))
             for peer in others:
                 with _other(bench, peer, bench.folder / f"{name}-{peer.module}") as training:
@@ -97,8 +106,8 @@ def _steps_per_s(training: _Training) -> float:
 
 
 @contextmanager
-def _ours(bench: Bench, name: str, words: tuple[str, ...]) -> Iterator[_Training]:
-    run = bench.up(name, "--workers=1", "--detach", *words, steps=ENDLESS)
+def _ours(bench: Bench, name: str, how: str) -> Iterator[_Training]:
+    run = bench.up(name, "--workers=1", "--detach", *WORDS[how], steps=ENDLESS, overrides=OVERRIDES.get(how, ()))
 
     def programs() -> list[int]:
         found = [records.read_record(run.programs(task), Programs.from_json, None) for task in ("chief", "worker-0")]

@@ -6,7 +6,10 @@ a chief alone to its end, and the weights of a model must have the same hash in 
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+import numpy as np
 
 from benchmarks.figures import Figure, Goal, ratios, step_seconds
 from benchmarks.runs import Bench
@@ -59,8 +62,6 @@ def measure(bench: Bench) -> list[Figure]:
 
 
 def _geometric_mean(values: list[float]) -> float:
-    import numpy as np
-
     return float(np.exp(np.mean(np.log(values))))
 
 
@@ -68,8 +69,6 @@ def _geometric_mean(values: list[float]) -> float:
 
 
 def _split(shape: tuple[int, ...], examples: int = 1024) -> dict[str, Any]:
-    import numpy as np
-
     random = np.random.default_rng(0)
     drawn = random.normal(size=(examples, *shape)).astype("float32"), random.integers(0, 10, examples)
     return {"train": drawn, "test": (drawn[0][:64], np.arange(64) % 10)}
@@ -134,6 +133,21 @@ def transformer(shape: tuple[int, ...], outputs: int) -> Any:
         hidden = layers.LayerNormalization()(hidden + layers.MultiHeadAttention(4, 16)(hidden, hidden))
         hidden = layers.LayerNormalization()(hidden + layers.Dense(64)(layers.Dense(128, "gelu")(hidden)))
     return Model(inputs, layers.Dense(outputs)(layers.GlobalAveragePooling1D()(hidden)))
+
+
+def waiting(shape: tuple[int, ...], outputs: int) -> Any:
+    """Return a layer whose step waits for 50 ms without using a processor, as it would for a GPU."""
+    import tensorflow as tf
+    from tensorflow.keras import Input, Sequential, layers
+
+    def wait() -> Any:
+        time.sleep(0.05)
+        return np.float32(0)
+
+    def delay(inputs: Any) -> Any:
+        return inputs + tf.stop_gradient(tf.ensure_shape(tf.numpy_function(wait, [], tf.float32), []))
+
+    return Sequential([Input(shape), layers.Lambda(delay, output_shape=shape), layers.Dense(outputs)])
 
 
 def recurrent(shape: tuple[int, ...], outputs: int) -> Any:

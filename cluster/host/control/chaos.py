@@ -6,8 +6,10 @@ appended to `chaos.jsonl` there. A runtime's injector has a method for each kind
 
 import random
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from cluster.contract.recovery import restart_costs
 from cluster.contract.results import reference
@@ -41,7 +43,7 @@ class FaultKind:
     name: str  # on the command line, and of the injector's method
     lasts: bool = False  # whether it lasts until undone, which happens once an agent has reacted
     unnoticed: bool = False  # whether no agent reacts, so that it is undone after `SLOW_S`
-    ends: tuple[str | None, ...] = (None, "succeeded")  # the acceptable outcomes of the run; None: it continues
+    ends: Sequence[str | None] = (None, "succeeded")  # the acceptable outcomes of the run; None: it continues
     takes_whole: bool = False  # whether it can be injected into the task's agent, too
     recorded: bool = True  # whether an event is recorded, from which times are measured
     needs_trainer: str = ""  # why it needs the built-in trainer; empty if it does not
@@ -51,22 +53,8 @@ class FaultKind:
     elastic: bool = False  # drawn only for runs that can continue without a worker; lasts until they do
 
 
-KINDS: dict[str, FaultKind] = {
-    kind.name: kind
-    for kind in (
-        FaultKind("kill", takes_whole=True, draws=6, whole_draws=2),
-        FaultKind("lose", lasts=True, draws=1, elastic=True),  # as if the lost machine came back
-        FaultKind("stop", ends=("stopped",)),
-        FaultKind("pause", lasts=True, draws=1),  # as if the machine hung for a while
-        FaultKind("slow", lasts=True, unnoticed=True, draws=1),
-        # A damaged checkpoint costs the steps since the previous one.
-        FaultKind("corrupt", needs_trainer="only the script knows its checkpoints", draws=1, synchronous=True),
-        FaultKind("flip", needs_trainer="only the built-in trainer compares weights"),
-        FaultKind("partition", lasts=True, draws=1),  # as if a cable was unplugged for a while
-        FaultKind("oom", draws=1),
-        FaultKind("diskfull", ends=("failed",), recorded=False),  # the disk has no room for an event
-    )
-}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+KINDS = {name: FaultKind(name, **values) for name, values in _TABLE.items()}
 """The kinds of fault by name. The order determines the draws of a storm with a given seed."""
 
 

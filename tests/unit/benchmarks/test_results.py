@@ -4,9 +4,6 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from benchmarks.figures import Figure, Goal
 from benchmarks.runs import GLOBAL_BATCH, Bench
 from cluster.host.image import engine
 from cluster.system.errors import EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, RunFailed
-from cluster.system.paths import ROOT
 from tests.support.command_line import refusal
 from tests.unit.benchmarks.sampled import COST, RECOVERY, SCALING, START, TOGETHER, rows
 
@@ -211,29 +207,3 @@ def test_ours_must_stand_against_the_fastest_of_the_others(monkeypatch):
     assert ["ours", "fast: two", "slow: as is"] == list(figure.variants)
     assert [2.0] * 2 * throughput.TIMES == pytest.approx(figure.ratios)
     assert {"fast: one", "fast: two", "slow: as is"} == set(figure.to_json()["tried"])
-
-
-RAY = """
-import json, os, sys
-def init(**_):
-    names = ("RAY_USAGE_STATS_ENABLED", "RAY_USAGE_STATS_CONFIG_PATH")
-    enabled, path = (os.environ.get(name) for name in names)
-    print(json.dumps([enabled, json.load(open(path))]))
-    sys.exit(0)
-"""
-
-
-def test_ray_sends_no_usage_report(tmp_path):
-    (tmp_path / "ray" / "train").mkdir(parents=True)
-    (tmp_path / "ray" / "__init__.py").write_text(RAY)
-    (tmp_path / "ray" / "train" / "__init__.py").write_text(
-        "Checkpoint = FailureConfig = None\nRunConfig = ScalingConfig = None\n"
-    )
-    (tmp_path / "ray" / "train" / "tensorflow.py").write_text("TensorflowTrainer = None\n")
-    words = ["--arrays=/nowhere", "--steps=1", "--tasks=1"]
-    requested = {"PYTHONPATH": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.baselines.ray_train", *words],
-        cwd=ROOT, env=os.environ | requested, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ["0", {"usage_stats": False}] == json.loads(done.stdout or "null"), done.stderr
