@@ -79,6 +79,7 @@ class Watchdog:
         """The heartbeats and steps that were seen to change since `suspect_others`."""
         self._suspected_at = 0.0
         self._began = self._examined = time.monotonic()
+        self._first_step_s = 0.0  # with all that precedes it since the rendezvous
         larger = max(1.0, len(spec.tasks) / READ_AT_ONCE)
         self._others_every_s = EXAMINE_S if task.role == Role.CHIEF else OTHERS_S * larger
         self._others_read_at = self._began - self._others_every_s
@@ -264,20 +265,21 @@ class Watchdog:
         if self._task.role not in (Role.CHIEF, Role.EVALUATOR) or own is None or not _is_running(own) or self._scripted:
             return None
         if own.state in START_STATES:  # time in all of these states counts towards the first step
-            stuck_s, missing = now - self._began, "first step"
+            self._first_step_s = stuck_s = now - self._began
         elif self._task.role == Role.EVALUATOR:
             return None  # it may wait for checkpoints forever
         else:
-            stuck_s, missing = now - self._since("the step", (own.step, own.state), now), "new step"
+            stuck_s = now - self._since("the step", (own.step, own.state), now)
         if stuck_s < self._step_timeout_s(own):
             return None
-        cause = f"no {missing} for {stuck_s:.0f} s at step {own.step}"
+        cause = f"no new step for {stuck_s:.0f} s (--hang-timeout) at step {own.step}"
         is_chief = self._task.role == Role.CHIEF
         late = find_late(self._spec, self._run.heartbeats(), self._generation)[0] if is_chief else []
         return Stall([*late, self._task.name][0], cause, "hang")
 
     def _step_timeout_s(self, beat: Heartbeat) -> float:
-        return self._hang_timeout_s * (1 if beat.state == TaskState.TRAINING else SLOW_FACTOR)
+        slow = beat.state != TaskState.TRAINING
+        return SLOW_FACTOR * self._hang_timeout_s if slow else max(self._hang_timeout_s, 2 * self._first_step_s)
 
 
 def _is_running(beat: Heartbeat) -> bool:

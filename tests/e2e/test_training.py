@@ -1,4 +1,4 @@
-"""Whole trainings: on datasets as functions of (split, shard), read by each task, on one core, and for three epochs."""
+"""Whole trainings: on datasets as functions of (split, shard), on one core, for three epochs, and with slow steps."""
 
 import os
 
@@ -7,10 +7,12 @@ import pytest
 from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import Clusters, summary
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("data")]  # what each task reads: `test_sources.py`
+pytestmark = pytest.mark.usefixtures("data")  # what each task reads: `test_sources.py`
 
 MADE = '''
-"""Noise around a corner for each class."""
+"""Noise around a corner for each class; steps of a second, and a callback that once takes half a minute."""
+
+import time
 
 import numpy as np
 import tensorflow as tf
@@ -54,6 +56,28 @@ def model(feature_shape, num_outputs):
     return keras.Sequential([keras.Input(feature_shape), layers.Dense(16, "relu"), layers.Dense(num_outputs)])
 
 
+class Slow(keras.layers.Layer):
+    def call(self, inputs, training=False):
+        def wait():
+            time.sleep(1)
+            return np.float32(0)
+
+        waited = tf.ensure_shape(tf.numpy_function(wait, [], tf.float32), [])
+        return inputs + tf.stop_gradient(waited) if training else inputs
+
+
+def slow(feature_shape, num_outputs):
+    return keras.Sequential([keras.Input(feature_shape), Slow(), keras.layers.Dense(num_outputs)])
+
+
+class Pause(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        time.sleep(30 if epoch == 0 else 0)
+
+
+pauses = lambda run_dir, task: [Pause()]
+
+
 def preset():
     return TrainConfig(
         source="function", dataset="made:indexed", num_outputs=4, model="made:model", global_batch=40, epochs=2,
@@ -76,20 +100,33 @@ def train(own: Clusters, name: str, topology: str, *overrides: str) -> RunFolder
     return run
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("topology", ["", pytest.param("--ps=1", marks=pytest.mark.long), "--ps=1 --loop=fit"])
+def test_slow_steps_and_callbacks_must_not_count_as_a_hang(own, topology):
+    options = f"--preset=made:preset --workers=1 --hang-timeout=4 --checkpoint-every=100 {topology}"
+    parts = ("--model=made:slow", "--callbacks=made:pauses", "--global-batch=20", "--max-steps=60")
+    ended = summary(own.up(f"slow-{len(topology)}", options, training=parts))
+    assert ("succeeded", []) == (ended["state"], ended["restarts"])
+
+
+@pytest.mark.long
 def test_two_tasks_read_shards_of_their_own(own):
     train(own, "streamed", "--workers=1 --micro-batches=2", "--dataset", "made:streamed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
 def test_functions_feed_workers_of_parameter_servers(own, dataset):
     train(own, f"served-{dataset.partition(':')[2]}", "--workers=1 --ps=1", "--dataset", dataset)
 
 
+@pytest.mark.long
 def test_three_epochs_must_end_above_088(clusters):
     run = clusters.up("full", training=(), timeout_s=500)
     assert summary(run)["metrics"]["eval_accuracy"] > 0.88
 
 
+@pytest.mark.long
 def test_parameter_servers_must_train_on_one_core(clusters):
     core = str(min(os.sched_getaffinity(0)))
     Clusters(clusters.runs_dir, limits=("taskset", "--cpu-list", core)).up("one-core", "--workers=2 --ps=1")

@@ -29,7 +29,7 @@ class Callbacks(Action):
 
     def __init__(self, context: TaskContext, state: Encoded, report: Report) -> None:
         """Create the callbacks. Call once the model is compiled, because they use its optimizer."""
-        self._context, self._model, self._state, self._report = context, context.model, state, report
+        self._context, self._model, self._state, self.report = context, context.model, state, report
         self._callbacks = build_callbacks(context)
         try:
             with context.strategy.scope():
@@ -129,11 +129,11 @@ class Callbacks(Action):
         """Call the callbacks before and after an evaluation; some evaluate averages of the weights."""
         self._list.on_test_begin()
         yield
-        self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self._report.results.items()})
+        self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self.report.results.items()})
 
     def end_epoch(self, step: int) -> None:
         """End the epoch of `step`."""
-        logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in self._report.results.items()}
+        logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in self.report.results.items()}
         self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._progress.epoch_logs = logs
         self._note_stop()
@@ -161,7 +161,7 @@ class Callbacks(Action):
     def store_state(self) -> None:
         """Store the state of the callbacks, and the newest evaluation, in the next checkpoint."""
         progress = self._progress
-        progress.results, progress.evaluated_at = self._report.results, self._report.evaluated_at
+        progress.results, progress.evaluated_at = self.report.results, self.report.evaluated_at
         progress.ended_at = self._context.total_steps if self.stops else 0
         progress.classes = [type(callback).__name__ for callback in self._callbacks]
         progress.callbacks = [
@@ -202,10 +202,11 @@ class CallEpochs(Periodic):
     def after(self, progress: CallProgress) -> Stop | None:
         if not self.due(progress):
             return None
-        self._callbacks.end_epoch(progress.step)
-        if self._any_stops():
-            return Stop.END
-        self._callbacks.begin_epoch(progress.step)
+        with self._callbacks.report.evaluating():
+            self._callbacks.end_epoch(progress.step)
+            if self._any_stops():
+                return Stop.END
+            self._callbacks.begin_epoch(progress.step)
         return None
 
 

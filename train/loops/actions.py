@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.run.records import TraceRequest
 from cluster.system.json_files import write_json
 from train.callbacks.callback_actions import Callbacks
@@ -169,7 +170,9 @@ class Save(Periodic):
         interval = context.config.checkpoint_every
         super().__init__(every(parse_interval(interval)[0]))
         past = Past.read(context.run, context.generation, first) if context.chief else None
-        self.timer = SaveTimer(interval, past, writing=lambda: checkpoint.writing)
+        # The watchdog sees progress only between calls.
+        call_s = (context.run.started.hang_timeout_s or HANG_TIMEOUT_S) / 6
+        self.timer = SaveTimer(interval, past, call_s=call_s, writing=lambda: checkpoint.writing)
         self._report, self._checkpoint, self._prepare = report, checkpoint, prepare
         self.saved_at: int | None = None
 

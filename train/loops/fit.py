@@ -6,6 +6,7 @@ support, tf_keras's. The choice is made before TensorFlow is imported (`train/st
 Shapes: B replica batch, K outputs.
 """
 
+import contextlib
 import inspect
 import sys
 import time
@@ -265,6 +266,16 @@ class ActionsCallback(keras.callbacks.Callback):
             # Under parameter servers Keras refuses callbacks that have these methods.
             self.on_train_batch_begin = self._on_batch_begin
             self.on_train_batch_end = self._on_batch_end
+        else:
+            context.heartbeat.position = self._report_step
+
+    def _report_step(self) -> None:
+        """Report the steps of an epoch in progress, which may take long, in each heartbeat."""
+        beat = self._context.heartbeat
+        with contextlib.suppress(tf.errors.OpError):
+            step = int(self._context.model.optimizer.iterations.numpy())
+            if step > self._loop.step:
+                beat.update(step=step, state="training" if beat.current.state == "compiling" else beat.current.state)
 
     @property
     def step(self) -> int:

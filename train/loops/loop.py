@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from train.loops.steps import LoopResult, Request
-from train.saving.timer import following_steps
 
 Steps = Callable[[int, int, Request], LoopResult]
 """A function that does optimizer steps: (steps done before, steps to do, requests of this task) -> result."""
@@ -91,7 +90,7 @@ class Loop:
         self.step = self._first = first
         """Steps done."""
         self._actions, self._steps_per_loop, self._single = actions, steps_per_loop, single
-        self._max_steps = 1  # the first call compiles: keep it short
+        self._max_steps = 1  # doubles from the first call, which compiles, so that a stop is never far away
 
     def begin_call(self) -> int:
         """Prepare the next call; return the number of its steps."""
@@ -107,7 +106,8 @@ class Loop:
         """Run the actions after a call that took `seconds`; return the reason to stop, or None."""
         progress = CallProgress(self.step, result, seconds, compiled=self.step == self._first)
         self.step = progress.step
-        self._max_steps = following_steps(self._max_steps, self._steps_per_loop, brief=result.signals.brief)
+        brief = result.signals.brief
+        self._max_steps = max(1, self._max_steps // 2) if brief else min(2 * self._max_steps, self._steps_per_loop)
         for action in self._actions:
             if (stop := action.after(progress)) is not None:
                 return stop

@@ -68,8 +68,8 @@ class AsynchronousSteps:
             worker = tf.DeviceSpec.from_string(value._values.device).task  # that computed this remote value
             self._workers[int(worker)].done(at + length)
             results.append(value.fetch()[:length])
-        # The chief decides alone, and short calls would leave workers idle.
-        return LoopResult.of_columns(np.concatenate(results), self._train_step.objective, request(0, 0))
+        # The chief decides alone.
+        return LoopResult.of_columns(np.concatenate(results), self._train_step.objective, request(count, 0))
 
     def _trace_slice(self, iterator: Any, first: tf.Tensor, place: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         examples = iterator.get_next() if self._source.in_memory else self._source.examples("train")

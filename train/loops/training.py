@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -103,7 +102,13 @@ class Training:
         both.
         """
         context = self._context
-        flip = FlipBit(context.run, context.task.name, self._updated_variables, context.spec.devices)
+        flip = FlipBit(
+            context.run,
+            context.task.name,
+            # A difference in these lasts, as every replica updates its copies by itself.
+            lambda: [*context.model.trainable_variables, *self._setup.policy.optimizer.variables],
+            context.spec.devices,
+        )
         every_call = [
             flip if context.spec.copies_weights else None,
             self.trace if batches else None,
@@ -131,10 +136,6 @@ class Training:
             self.callbacks.store_state()
         return waited_s
 
-    def _updated_variables(self) -> list[Any]:
-        """Return the variables whose copies every replica updates independently, so that a difference lasts."""
-        return [*self._context.model.trainable_variables, *self._setup.policy.optimizer.variables]
-
     def request(self, count: int, until: int) -> steps.Signals:
         """Return the requests of this task, see `steps.Request`."""
         timer = self.save.timer
@@ -159,10 +160,12 @@ class Training:
             self._evaluate.evaluate(step)
             self._check.compare(step, again=True)  # the evaluation took time, and the weights are exported next
         if self.callbacks:
-            changed = self.callbacks.end(step, stopped=stopped)
+            with report.evaluating():
+                changed = self.callbacks.end(step, stopped=stopped)
+                changed = not stopped and self.agree(steps.Signals(stop=changed)).stop
+            if changed:
+                self._evaluate.evaluate(step)
             if not stopped:
-                if self.agree(steps.Signals(stop=changed)).stop:
-                    self._evaluate.evaluate(step)
                 self.save.save(step)  # callbacks may have changed weights at the end, such as to the best ones
         self._setup.checkpoint.release()
         if self._context.task_stages and not self._context.task_stages.whole:

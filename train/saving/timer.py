@@ -95,15 +95,6 @@ class Past:
         )
 
 
-def following_steps(steps: int, steps_per_loop: int, *, brief: bool) -> int:
-    """Return the number of steps of the inner call after one of `steps`, unless an action requires an earlier end.
-
-    Calls grow from a single step, which compiles, to `steps_per_loop`, so that a stop or a checkpoint is never far away
-    at the start; `brief` halves them.
-    """
-    return max(1, steps // 2) if brief else min(2 * steps, steps_per_loop)
-
-
 class SaveTimer:
     """Decides when the next checkpoint is due, only by the chief's clock, because clocks differ."""
 
@@ -112,19 +103,20 @@ class SaveTimer:
         every: int | str,
         past: Past | None = None,
         *,
+        call_s: float = math.inf,
         writing: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set the interval: steps, seconds such as `30s`, or `auto`.
 
-        `past` has previous generations, None for a task that does not decide; `writing` returns whether the last
-        checkpoint is still being written, and `clock` the time in seconds.
+        `past` has previous generations, None for a task that does not decide; calls should not take longer than
+        `call_s` seconds; `writing` returns whether the last checkpoint is still being written, and `clock` the time.
         """
         steps, self._seconds = parse_interval(every)
         self._past = past or Past()
         self._decides = past is not None and not steps
         self._writing = writing
-        self._clock = clock
+        self._clock, self._call_s = clock, call_s
         self._began_s: float | None = None
         self._counted_from_s = 0.0
         self._step_s: float | None = None
@@ -144,12 +136,10 @@ class SaveTimer:
         return elapsed_s + 1.5 * call_s >= self._interval_s
 
     def brief(self, steps: int) -> bool:
-        """Whether the save interval is shorter than a call of `steps` steps, so that calls should be shorter."""
-        if not self._decides:
-            return False
+        """Whether calls should be shorter than `steps` steps, which take longer than the save interval or `call_s`."""
         if self._step_s is None:
-            return self._past.failed
-        return steps * self._step_s > self._interval_s
+            return self._decides and self._past.failed
+        return steps * self._step_s > min(self._call_s, self._interval_s if self._decides else math.inf)
 
     @property
     def waits(self) -> bool:

@@ -37,13 +37,13 @@ class Report(Action):
     def __init__(self, context: TaskContext, first: int, policy: GradientPolicy, source: str = "") -> None:
         """Report a training from step `first`, whose state was restored from `source`, if any."""
         self._loss_scale, self._optimizer = policy.loss_scale, policy.optimizer
-        self._context = context
-        self._config = context.config
+        self._context, self._config = context, context.config
         self._heartbeat = context.heartbeat
         self._timing, self._timing_shown_at = StepTiming(), 0.0
         generation = self._heartbeat.current.generation
         self._ledger = LedgerWriter(context.run, generation, first, source) if context.chief else None
-        self._done = StepRecord(context.run, context.task.name, generation)
+        self.done = StepRecord(context.run, context.task.name, generation).done
+        """Records the steps done immediately, because the next one may end this process."""
         self._train_seconds = 0.0
         self._timed_steps = 0
         self.results: dict[str, float] = {}
@@ -59,10 +59,6 @@ class Report(Action):
             self._heartbeat.update(steps_total=context.total_steps)
         self.metrics = Metrics(run, name, prints=context.chief, resumed_at=first)
         self._heartbeat.update(state="compiling", step=first)
-
-    def done(self, step: int) -> None:
-        """Record the steps done immediately, because the next one may end this process."""
-        self._done.done(step)
 
     def after(self, progress: CallProgress) -> None:
         """Report the steps of a call."""
@@ -105,15 +101,21 @@ class Report(Action):
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         context = self._context
-        with self._spending("evaluate"), self._averaged():
-            self._heartbeat.update(state="evaluating")
+        with self._spending("evaluate"), self._averaged(), self.evaluating():
             context.positions.set(Place.EVALUATION, step)
             self.results, self.evaluated_at = evaluation(), step
             context.positions.set(Place.EVALUATION, step, left=True)
             if context.chief:
                 self.metrics.log(step, self._epoch(step), context.total_steps, dict(self.results))
             self.metrics.shares(step, self._timing.generation())
-            self._heartbeat.update(state="training")
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Report the state `evaluating`, in which a task may take long, until the end of the block."""
+        before = self._heartbeat.current.state
+        self._heartbeat.update(state="evaluating")
+        yield
+        self._heartbeat.update(state=before)
 
     def end(self, step: int, *, stopped: bool) -> None:
         """Export the model unless the training was stopped, and write the result. The chief leaves the cluster last."""
@@ -216,7 +218,6 @@ class LedgerWriter:
             self._write()
 
     def saves(self, saves: dict[str, float | None]) -> None:
-        """Record the interval of checkpoints and its parameters."""
         self._record["saves"] = saves
 
     @contextlib.contextmanager

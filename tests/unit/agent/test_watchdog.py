@@ -199,8 +199,7 @@ def test_a_silent_program_that_no_signal_stops_gets_as_long_as_a_step(make_run, 
     for _ in range(int(HANG_TIMEOUT_S) - 2):
         assert (None, None) == (worker.examine(), chief.examine())
         clock.now += 1
-    found = elapse(worker, clock, 4)
-    assert ("worker-0", "frozen") == found
+    assert ("worker-0", "frozen") == elapse(worker, clock, 4)
 
 
 def test_a_silent_evaluator_is_left_alone(make_run, clock):
