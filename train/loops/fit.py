@@ -273,8 +273,8 @@ class ActionsCallback(keras.callbacks.Callback):
         """Report the steps of an epoch in progress, which may take long, in each heartbeat."""
         beat = self._context.heartbeat
         with contextlib.suppress(tf.errors.OpError):
-            step = int(self._context.model.optimizer.iterations.numpy())
-            if step > self._loop.step:
+            # The last heartbeat must not wait for a parameter server that is gone.
+            if self.stop is None and (step := int(self._context.model.optimizer.iterations.numpy())) > self._loop.step:
                 beat.update(step=step, state="training" if beat.current.state == "compiling" else beat.current.state)
 
     @property
