@@ -101,9 +101,9 @@ def train(own: Clusters, name: str, topology: str, *overrides: str) -> RunFolder
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("topology", ["", pytest.param("--ps=1", marks=pytest.mark.long), "--ps=1 --loop=fit"])
+@pytest.mark.parametrize("topology", ["", "--ps=1 --loop=fit"])
 def test_slow_steps_and_callbacks_must_not_count_as_a_hang(own, topology):
-    options = f"--preset=made:preset --workers=1 --hang-timeout=4 --checkpoint-every=100 {topology}"
+    options = f"--preset=made:preset --workers=1 --hang-timeout=13 --checkpoint-every=100 {topology}"
     parts = ("--model=made:slow", "--callbacks=made:pauses", "--global-batch=20", "--max-steps=60")
     ended = summary(own.up(f"slow-{len(topology)}", options, training=parts))
     assert ("succeeded", []) == (ended["state"], ended["restarts"])

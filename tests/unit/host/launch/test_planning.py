@@ -105,11 +105,6 @@ def test_a_plan_says_where_bf16_is_faster(monkeypatch, tmp_path, flags, config, 
     assert faster == ("bf16 is faster" in " ".join(plan_lines(value)))
 
 
-def test_a_precision_that_the_strategy_cannot_have_is_refused(monkeypatch):
-    monkeypatch.setattr(configuration, "resolve_config", lambda *_: (CONFIG | {"precision": "fp16"}, (), ""))
-    assert "--precision fp16" in str(refusal(Request(ps=1, runtime="local")))
-
-
 @pytest.mark.parametrize("strategy", ["one", "mirrored", "central", "tpu"])
 def test_strategies_of_one_process_have_no_workers_by_default(resolved, monkeypatch, strategy):
     monkeypatch.setenv("TPU_NAME", "a-tpu")
@@ -283,10 +278,7 @@ TRIED = {"unverified": ALL_REPEAT, "missing": ["DEBUG_OF_THEIRS", "WIDTH"]}
 
 
 def test_the_users_functions_are_called_by_what_has_imported(monkeypatch, tmp_path, capsys):
-    """The data's function is called at every start, as what it reads may have changed, unless --reuse-data is given.
-
-    The model is tried with the variables of the tasks, which do not have WIDTH.
-    """
+    """The data's at every start, unless --reuse-data is given; the model's with the tasks' variables, without WIDTH."""
     monkeypatch.setenv("WIDTH", "9")
     config = CONFIG | {"dataset": "mine:data", "model": "mine:model", "onednn": "auto", "deterministic": True}
     config |= {"loss": "mean_squared_error", "optimizer": {"name": "adam"}}

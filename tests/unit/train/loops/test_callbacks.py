@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -377,3 +378,10 @@ def test_fit_logs_what_a_train_step_returns(train):
 def test_a_train_step_without_a_loss_is_refused(train):
     with pytest.raises(UsageError, match="d_loss"):
         train(5, loop="fit", model=Nameless)
+
+
+def test_steps_inside_an_epoch_of_keras_are_reported():
+    context = Mock(**{"model.optimizer.iterations": tf.Variable(7), "heartbeat.current.state": "compiling"})
+    fit.ActionsCallback(context, Mock(finished=False), Mock(step=4), None)
+    context.heartbeat.position()  # as under parameter servers, where Keras calls back only after an epoch
+    context.heartbeat.update.assert_called_once_with(step=7, state="training")
