@@ -13,7 +13,6 @@ MADE = '''
 """Noise around a corner for each class; steps of a second, and a callback that once takes half a minute."""
 
 import time
-
 import numpy as np
 import tensorflow as tf
 from tensorflow import keras
@@ -73,7 +72,6 @@ def slow(feature_shape, num_outputs):
 class Pause(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         time.sleep(30 if epoch == 0 else 0)
-
 
 pauses = lambda run_dir, task: [Pause()]
 

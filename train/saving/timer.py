@@ -115,10 +115,9 @@ class SaveTimer:
         steps, self._seconds = parse_interval(every)
         self._past = past or Past()
         self._decides = past is not None and not steps
-        self._writing = writing
-        self._clock, self._call_s = clock, call_s
+        self._writing, self._clock, self._call_s = writing, clock, call_s
         self._began_s: float | None = None
-        self._counted_from_s = 0.0
+        self._counted_from_s = self._first_step_s = 0.0
         self._step_s: float | None = None
         self._costs_s: deque[float] | None = None
         self._writing_s = 0.0
@@ -137,9 +136,10 @@ class SaveTimer:
 
     def brief(self, steps: int) -> bool:
         """Whether calls should be shorter than `steps` steps, which take longer than the save interval or `call_s`."""
-        if self._step_s is None:
-            return self._decides and self._past.failed
-        return steps * self._step_s > min(self._call_s, self._interval_s if self._decides else math.inf)
+        if self._step_s is None and self._decides and self._past.failed:
+            return True
+        longest_s = min(self._call_s, self._interval_s if self._decides else math.inf)
+        return steps * (self._step_s or self._first_step_s) > longest_s
 
     @property
     def waits(self) -> bool:
@@ -160,6 +160,7 @@ class SaveTimer:
         """Record the newest steps, their total seconds, and whether these include tracing and compiling."""
         if self._began_s is None:
             self._began_s = self._counted_from_s = self._clock()
+        self._first_step_s = self._first_step_s or seconds  # no step takes longer than the one that compiles
         if not compiled:
             self._step_s = seconds / steps
 

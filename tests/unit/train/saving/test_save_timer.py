@@ -148,6 +148,8 @@ def test_after_a_failure_the_first_step_is_saved_and_then_often_but_ever_less():
 @pytest.mark.parametrize("saves", [SaveTimer("10s", Past()), SaveTimer(200, call_s=10.0)])
 def test_calls_are_brief_only_where_a_checkpoint_is_due_before_the_end_of_one_or_it_would_seem_to_hang(saves):
     assert not saves.brief(25)
+    saves.stepped(1, 6.0, compiled=True)
+    assert [False, True] == [saves.brief(1), saves.brief(2)]  # no step is slower than the first one
     for step_s, brief in ((0.1, False), (0.39, False), (0.41, True), (60.0, True)):
         saves.stepped(25, 25 * step_s, compiled=False)
         assert brief == saves.brief(25)
