@@ -115,4 +115,4 @@ class TaskContext:
         """Return a function that evaluates the model on the whole test split; all tasks call it."""
         # Under parameter servers the chief evaluates alone, as it can read every variable.
         shared = None if self.asynchronous else self.gang
-        return evaluation.new_evaluation(shared, self.model, self.objective, self.source)
+        return evaluation.new_evaluation(shared, self.model, self.objective, self.source, self.positions)

@@ -33,7 +33,7 @@ SILENT_S = 12.0
 IMPORT_S = 120.0
 """Longest time from the rendezvous to a program's own first heartbeat, and between heartbeats while importing."""
 SLOW_FACTOR = 10
-"""Multiplies the hang timeout for the first step of a generation, for saving and for evaluating."""
+"""Multiplies the hang timeout for the first step of a generation, for saving and for a batch of an evaluation."""
 EXAMINE_S = 0.5
 OTHERS_S = 2.0
 """How often an agent reads the heartbeats of other tasks; the chief's agent reads them every `EXAMINE_S`."""
@@ -269,7 +269,8 @@ class Watchdog:
         elif self._task.role == Role.EVALUATOR:
             return None  # it may wait for checkpoints forever
         else:
-            stuck_s = now - self._since("the step", (own.step, own.state), now)
+            batch = own.position.batch if own.position else 0
+            stuck_s = now - self._since("the step", (own.step, own.state, batch), now)
         if stuck_s < self._step_timeout_s(own):
             return None
         cause = f"no new step for {stuck_s:.0f} s (--hang-timeout) at step {own.step}"

@@ -17,6 +17,7 @@ from train.loops.train_step import cast_features, cast_outputs, repeat
 from train.model import masks
 from train.model.objectives import Objective
 from train.named import Named
+from train.telemetry.positions import Positions
 
 MOST_EXAMPLES = 500
 """Maximum number of test examples per replica and step."""
@@ -28,7 +29,11 @@ def replica_batch(source: Source) -> int:
 
 
 def new_evaluation(
-    strategy: tf.distribute.Strategy | None, model: keras.Model, objective: Objective, source: Source
+    strategy: tf.distribute.Strategy | None,
+    model: keras.Model,
+    objective: Objective,
+    source: Source,
+    positions: Positions | None = None,
 ) -> Callable[[], dict[str, float]]:
     """Return a function that evaluates the model on every test example exactly once, at any replica count.
 
@@ -46,6 +51,8 @@ def new_evaluation(
         return add_totals(totals_N2M, at * replicas + replica, objective, examples, outputs_BK)
 
     def evaluate(at: tf.Tensor, totals: Any) -> Any:
+        if positions:
+            positions.set_batch(at, after=totals)
         arguments = (totals, feed.next(), at)
         return strategy.run(add, args=arguments) if strategy else add(*arguments)
 

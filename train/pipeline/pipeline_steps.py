@@ -75,6 +75,7 @@ class PipelineSteps:
         def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
+            context.positions.set_batch(at, after=totals_N2M)
             examples_B = feeds.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
             features_B = train_step.cast_features(context.model, examples_B.features)
             outputs = self._forward(features_B, batch, edges.EVALUATED)

@@ -20,6 +20,7 @@ class Positions:
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
             self._in_graph = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._batch = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._in_python, self._seen, self._since = 0, 0, time.monotonic()
 
     def clear(self) -> None:
@@ -30,19 +31,28 @@ class Positions:
     def set(self, place: Place, step: Any, after: Any = (), *, left: bool = False) -> None:
         """Record that this task enters or has left a place of a step; in a graph, int64, once `after` is computed."""
         number = 2 * (len(Place) * step + [*Place].index(place)) + left
-        if not tf.is_tensor(number):
+        if tf.is_tensor(number):
+            _assign(self._in_graph, number, after)
+        else:
             self._in_python = number
-            return
-        tensors = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
-        with tf.device("CPU:0"), tf.control_dependencies(tensors):
-            tf.raw_ops.AssignVariableOp(resource=self._in_graph.handle, value=tf.identity(number))
+
+    def set_batch(self, batch: tf.Tensor, after: Any) -> None:
+        """Record, in a graph, that this task has evaluated so many batches, int64, once `after` is computed."""
+        _assign(self._batch, batch, after)
 
     def current(self) -> Position:
         """Return this task's current position."""
-        newest = self._in_python
+        newest, batch = self._in_python, 0
         with contextlib.suppress(tf.errors.OpError):  # after the cluster has failed
-            newest = max(newest, int(self._in_graph.numpy()))
+            newest, batch = max(newest, int(self._in_graph.numpy())), int(self._batch.numpy())
         if newest != self._seen:
             self._seen, self._since = newest, time.monotonic()
         step, place = divmod(newest // 2, len(Place))
-        return Position(place=[*Place][place], step=step, left=newest % 2 == 1, seconds=time.monotonic() - self._since)
+        seconds = time.monotonic() - self._since
+        return Position(place=[*Place][place], step=step, left=newest % 2 == 1, seconds=seconds, batch=batch)
+
+
+def _assign(variable: tf.Variable, value: tf.Tensor, after: Any) -> None:
+    tensors = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
+    with tf.device("CPU:0"), tf.control_dependencies(tensors):
+        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.identity(value))

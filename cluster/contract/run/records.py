@@ -84,6 +84,8 @@ class Position(Record):
     seconds: Seconds
     unreachable: tuple[str, ...] = field(default=(), metadata=SPARSE)
     """The neighbours to which this task, which waits, can open no connection."""
+    batch: Count = field(default=0, metadata=SPARSE)
+    """The batches of an evaluation that this task has finished."""
 
 
 class Heartbeat(Record):

@@ -41,6 +41,7 @@ from train.loops.train_step import TrainStep
 from train.model import gradients
 from train.patches import variable_updates
 from train.patches.exact_order import keep_order_of_sums
+from train.telemetry.positions import Positions
 
 DEVICES = 3
 
@@ -269,5 +270,7 @@ def test_evaluation_takes_each_of_1003_examples_of_an_iterator_once(source, wher
     with strategy.scope():
         model = new_model(0)
     monkeypatch.setattr(evaluation, "MOST_EXAMPLES", 100)
-    evaluate = evaluation.new_evaluation(strategy, model, OBJECTIVE, dataclasses.replace(source, in_memory=False))
+    positions, streamed = Positions(), dataclasses.replace(source, in_memory=False)
+    evaluate = evaluation.new_evaluation(strategy, model, OBJECTIVE, streamed, positions)
     assert [pytest.approx(expected)] * 2 == [evaluate()["eval_accuracy"] for _ in range(2)]
+    assert positions.current().batch == -(-1003 // (100 * (strategy.num_replicas_in_sync if strategy else 1))) - 1

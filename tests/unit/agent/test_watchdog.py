@@ -249,6 +249,17 @@ def test_the_first_step_and_evaluating_may_take_ten_times_as_long(make_run, cloc
     assert (found and (found, "hang")) == hang(watch(run, by), run, clock, 11 * HANG_TIMEOUT_S)
 
 
+def test_an_evaluation_that_goes_through_its_batches_takes_as_long_as_it_needs(make_run, clock):
+    run = make_run(workers=0)
+    dog = watch(run)
+    for batch in (*range(4), 3):
+        position = Position(place=Place.EVALUATION, step=5, left=False, seconds=60.0, batch=batch)
+        beats(run, chief={"state": "evaluating", "position": position})
+        found = hang(dog, run, clock, 6 * HANG_TIMEOUT_S)
+        assert found is None or batch == 3
+    assert ("chief", "hang") == found
+
+
 def test_changes_of_state_before_the_first_step_win_no_time(make_run, clock):
     run = make_run(workers=0)
     dog = watch(run)
