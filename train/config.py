@@ -13,11 +13,10 @@ from typing import Any
 
 from cluster.contract import compatibility, strategies
 from cluster.system.errors import UsageError
-from train.data.arrays import VERSIONS
+from train.data.dataset_record import VERSIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
-from train.settings import heads, references
-from train.settings.field_types import check_choice, check_number, check_range, check_types, option
+from train.settings import heads, parts, references
 from train.settings.parts import OPTIMIZERS, Optimizer, Pipeline, Transformer
 
 __all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
@@ -180,26 +179,26 @@ class TrainConfig:
 
     def check(self) -> TrainConfig:
         """Return this configuration; raise UsageError if a value is invalid or conflicts with another."""
-        check_types(self)
+        parts.check_types(self)
         for name, (low, high) in RANGES.items():
-            check_range(name, getattr(self, name), low, high)
+            parts.check_range(name, getattr(self, name), low, high)
         for name, choices in CHOICES.items():
-            check_choice(name, operator.attrgetter(name)(self), choices)
+            parts.check_choice(name, operator.attrgetter(name)(self), choices)
         if self.max_steps is not None:
-            check_range("max_steps", self.max_steps, 1, 10**12)
-        check_number("epochs", self.epochs, "a number above 0", valid=self.epochs > 0)
+            parts.check_range("max_steps", self.max_steps, 1, 10**12)
+        parts.check_number("epochs", self.epochs, "a number above 0", valid=self.epochs > 0)
         try:
             timer.parse_interval(self.checkpoint_every)
         except ValueError:
             raise UsageError(
-                f"{option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
+                f"--checkpoint-every {self.checkpoint_every!r}: expected optimizer steps from 1 to "
                 "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
             ) from None
         if self.check_replicas != timer.AUTO and not (
             isinstance(self.check_replicas, int) and self.check_replicas >= 0
         ):
             raise UsageError(
-                f"{option('check_replicas')} {self.check_replicas!r}: expected auto, optimizer steps such as 100, or 0 "
+                f"--check-replicas {self.check_replicas!r}: expected auto, optimizer steps such as 100, or 0 "
                 "for no comparison"
             )
         self.optimizer.check()
@@ -249,7 +248,7 @@ class TrainConfig:
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset, which sharding checks
             if reference or field_name not in OPTIONAL:
-                references.check_reference(option(field_name), reference, REFERENCES[field_name])
+                references.check_reference(parts.option(field_name), reference, REFERENCES[field_name])
         return self
 
     def references(self) -> list[tuple[str, str]]:
@@ -299,15 +298,15 @@ class TrainConfig:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
         """Parse the result of `to_json`; ignore settings that this version does not have, with a warning."""
-        parts = {"optimizer": Optimizer, "transformer": Transformer, "pipeline": Pipeline}
-        nested = {name: part(**_known(part, value[name], f"{name}.")) for name, part in parts.items()}
+        part_types = {"optimizer": Optimizer, "transformer": Transformer, "pipeline": Pipeline}
+        nested = {name: part(**_known(part, value[name], f"{name}.")) for name, part in part_types.items()}
         return cls(**(_known(cls, value) | nested)).check()
 
 
 def _known(part: type[Any], value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings that this dataclass of the configuration has; warn of others."""
     known = {item.name for item in fields(part)}
-    if unknown := [option(prefix + name) for name in value if name not in known]:
+    if unknown := [parts.option(prefix + name) for name in value if name not in known]:
         print(
             f"warning: {', '.join(unknown)} of a run's config.json: unknown to this version, ignored", file=sys.stderr
         )

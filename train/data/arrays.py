@@ -1,96 +1,19 @@
-"""The prepared form of a dataset that fits in memory: raw arrays on disk, which every task reads quickly.
-
-    <data_dir>/arrays/<name>-<version>/
-        arrays.json  train_features.bin  train_labels.bin  [train_weights.bin]  test_features.bin  test_labels.bin ...
-
-Arrays are in C order, little endian, without a header. Tasks read them inside their graph
-(`train.data.feeds.load_examples`), as remote parameter-server workers must. That takes 0.1 s; decoding TFDS's 60,000
-PNGs would take 5 s at every start of every task.
-
-A dataset is named either as in TFDS or as a user's `package.module:function`, in which case its version is a hash of
-its contents.
-"""
+"""Writes a dataset that fits in memory as arrays, see `train/data/dataset_record.py`."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.system.errors import UsageError, nearest
 from train import named
 from train.data import store
-from train.data.dataset_record import (
-    DTYPES,
-    DataFile,
-    DatasetRecord,
-    Leaf,
-    Split,
-    is_user_dataset,
-    parse_part,
-    values_in,
-)
+from train.data.dataset_record import DTYPES, ArrayRecord, is_user_dataset, values_in
 from train.named import Named
 
 if TYPE_CHECKING:
     import numpy as np
-
-VERSIONS = {
-    "fashion_mnist": "3.0.1",
-    "mnist": "3.0.1",
-    "jargon_file": "4.4.7",
-}
-"""The known datasets and their versions; other versions may order their examples differently."""
-
-WINDOW = 1024
-"""Bytes per prepared example of a text; training cuts them into contexts."""
-
-TEXTS = ("jargon_file",)
-"""Text datasets: features are bytes, and labels the bytes that follow."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrayRecord(DatasetRecord):
-    """A dataset in arrays; each file of a split holds one of its `leaves`, for all examples."""
-
-    kind = "arrays"
-
-    @classmethod
-    def newest_version(cls, data_dir: Path, name: str) -> str:
-        """Return the version to use: the known one of a TFDS dataset, or the newest prepared one of a user's."""
-        if is_user_dataset(name):
-            return super().newest_version(data_dir, name)
-        if name not in VERSIONS:
-            raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}, or your own package.module:function")
-        return VERSIONS[name]
-
-    @classmethod
-    def parse_split(cls, folder: Path, value: Mapping[str, Any], split: str) -> Split:
-        files = []
-
-        def array(entry: Mapping[str, Any]) -> Leaf:
-            count, *shape = entry["shape"]
-            leaf = Leaf(tuple(shape), entry["dtype"])
-            files.append(DataFile.from_entry(folder, entry, count, count * leaf.size_bytes))
-            return leaf
-
-        example = {name: parse_part(part, array) for name, part in value["splits"][split].items()}
-        return Split(files[0].num_examples, example, tuple(files))
-
-    def cut(self, context: int) -> ArrayRecord:
-        """Return a text dataset cut to examples of `context` bytes, a divisor of `WINDOW`; other datasets unchanged."""
-        if self.name not in TEXTS:
-            return self
-
-        def shorter(split: Split) -> Split:
-            (window,) = split.example["features"].shape
-            example = {name: Leaf((context,), leaf.dtype) for name, leaf in split.example.items()}
-            return dataclasses.replace(split, num_examples=split.num_examples * window // context, example=example)
-
-        return dataclasses.replace(self, train=shorter(self.train), test=shorter(self.test))
 
 
 def write_arrays(

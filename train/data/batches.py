@@ -49,7 +49,6 @@ class Replicas:
 
     @property
     def numbers(self) -> range:
-        """The numbers of these replicas in the cluster."""
         return range(self.first, self.first + self.count)
 
 
@@ -77,17 +76,15 @@ class VirtualShards:
 
     def list_shards(self, replica: tf.Tensor) -> tf.Tensor:
         """Return the shards of a replica, `[n] int64`; `replica` is an int64 scalar tensor."""
-        firsts = tf.constant(self._firsts, tf.int64)
-        return tf.range(firsts[replica], firsts[replica + 1])
+        return tf.range(self._firsts[replica], self._firsts[replica + 1])
 
     def place(self, shard: tf.Tensor) -> tf.Tensor:
         """Return a shard's index among those of its replica, int64 scalar."""
-        firsts = tf.constant(self._firsts, tf.int64)
-        return shard - tf.reduce_max(tf.where(firsts <= shard, firsts, 0))
+        return shard - tf.reduce_max(tf.where(self._firsts <= shard, self._firsts, 0))
 
     @property
-    def _firsts(self) -> list[int]:
-        return [self.first(replica) for replica in range(self.replicas + 1)]
+    def _firsts(self) -> tf.Tensor:
+        return tf.constant([self.first(replica) for replica in range(self.replicas + 1)], tf.int64)
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,6 @@ class BatchSlice:
 
     @property
     def replica_batch(self) -> int:
-        """Examples of one replica at one step."""
         return self.global_batch // self.replicas.total
 
 

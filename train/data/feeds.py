@@ -32,7 +32,7 @@ from train.data.batches import (
     rebatch,
     without_sharding,
 )
-from train.data.dataset_record import DataFile, Leaf, Split
+from train.data.dataset_record import Split
 from train.data.sources import Examples, Source
 from train.named import Named
 
@@ -93,17 +93,14 @@ _ROUNDS = 8
 
 def load_examples(split: Split) -> ArrayExamples:
     """Read a whole split of arrays and check its blocks, eagerly or inside a graph."""
-    parts = split.join(
-        _read_array(file, leaf, split.num_examples) for file, leaf in zip(split.files, split.leaves, strict=True)
-    )
-    return ArrayExamples(parts["features"], parts["labels"], parts.get("weights"))
-
-
-def _read_array(file: DataFile, leaf: Leaf, num_examples: int) -> tf.Tensor:
+    arrays = []
     with tf.device("CPU:0"):
-        raw = blocks.read_checked(str(file.path), file.blocks)
-        flat = tf.io.decode_raw(raw, tf.as_dtype(leaf.dtype), little_endian=True)
-        return tf.reshape(flat, [num_examples, *leaf.shape])
+        for file, leaf in zip(split.files, split.leaves, strict=True):
+            raw = blocks.read_checked(str(file.path), file.blocks)
+            flat = tf.io.decode_raw(raw, tf.as_dtype(leaf.dtype), little_endian=True)
+            arrays.append(tf.reshape(flat, [split.num_examples, *leaf.shape]))
+    parts = split.join(arrays)
+    return ArrayExamples(parts["features"], parts["labels"], parts.get("weights"))
 
 
 def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, num_examples: int) -> tf.Tensor:

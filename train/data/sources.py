@@ -69,12 +69,10 @@ class Source(abc.ABC):
 
     @property
     def weighted(self) -> bool:
-        """Whether training examples have weights."""
         return "weights" in self.record.train.example
 
     @property
     def train_examples(self) -> int:
-        """Examples in an epoch."""
         return self.record.train.num_examples
 
     @property

@@ -50,7 +50,16 @@ def read_dataset(name: str) -> UserDataset:
             raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")
         returned = references.call_user_function("--dataset", name, function)
     with references.user_errors(f"dataset {name} returns a value that cannot be converted to arrays"):
-        return _checked(name, returned)
+        if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned) <= {*SPLITS, "classes"}:
+            is_mapping = isinstance(returned, Mapping)
+            got = f"the keys {', '.join(map(str, returned))}" if is_mapping else type(returned).__name__
+            raise UsageError(
+                f'dataset {name} returns {got}; expected a dictionary of "train", "test" and perhaps "classes"'
+            )
+        splits = {split: _split(f"dataset {name}: {split}", returned[split]) for split in SPLITS}
+        classes = _classes(name, returned.get("classes", ()), splits["train"][1])
+        _check(name, classes, splits)
+        return UserDataset(classes, splits, _version(classes, splits))
 
 
 @contextlib.contextmanager
@@ -76,18 +85,6 @@ def _own_tensorflow() -> Iterator[None]:
     imported.Context.ensure_initialized = run_again
     yield
     imported.Context.ensure_initialized = initialize
-
-
-def _checked(name: str, returned: Any) -> UserDataset:
-    if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned) <= {*SPLITS, "classes"}:
-        got = f"the keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else type(returned).__name__
-        raise UsageError(
-            f'dataset {name} returns {got}; expected a dictionary of "train", "test" and perhaps "classes"'
-        )
-    splits = {split: _split(f"dataset {name}: {split}", returned[split]) for split in SPLITS}
-    classes = _classes(name, returned.get("classes", ()), splits["train"][1])
-    _check(name, classes, splits)
-    return UserDataset(classes, splits, _version(classes, splits))
 
 
 def _classes(name: str, returned: Any, labels: Named) -> Named:

@@ -72,7 +72,6 @@ def _first_example(name: str, split: str, source: Any) -> dict[str, Named]:
 
 
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
-    """Return the number of examples of each split, and whether they were counted, now or before."""
     known: FunctionRecord | None = None
     with contextlib.suppress(PrerequisiteError, RunFailed):
         known = None if fresh else FunctionRecord.find(data_dir, name)

@@ -26,8 +26,7 @@ from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
 from cluster.system.terminal import print_lines
 from train.data import arrays, store
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import is_user_dataset
+from train.data.dataset_record import ArrayRecord, is_user_dataset
 from train.data.prepare import download
 from train.data.prepare.download import SourceFile
 
@@ -61,20 +60,9 @@ def prepare_dataset(
 ) -> ArrayRecord:
     """Return the arrays of a dataset in `data_dir`; prepare them if necessary.
 
-    Of several processes that call this at the same time, one prepares the arrays and the others wait.
-
-    Args:
-        name: a TFDS dataset, or `package.module:function`, see `train.data.user_dataset`.
-        data_dir: the folder of prepared data, which is created if necessary.
-        fresh: whether to decode prepared data again. Intact TFDS files are used, damaged ones are replaced.
-        open_dataset: replaces `TfdsDataset` in tests.
-        fetchers: the sources of the files from which TFDS builds, in order.
-
-    Raises:
-        UsageError: the dataset is unknown, the user's function fails or its result is not suitable for training, or
-            `data_dir` cannot be written.
-        PrerequisiteError: no source has it; the message has the reason for each.
-        RunFailed: existing arrays are damaged and `fresh` was not requested, or the disk is full.
+    Of several processes that call this at the same time, one prepares the arrays and the others wait. With `fresh`,
+    prepared data is decoded again: intact TFDS files are used, damaged ones are replaced. `open_dataset` replaces
+    `TfdsDataset` in tests. Raises PrerequisiteError, with the reason of each source, if no source has the dataset.
     """
     if is_user_dataset(name):
         return _prepare_user_dataset(name, data_dir, fresh)
@@ -105,10 +93,8 @@ def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> ArrayRecord
                 record = ArrayRecord.find(data_dir, name, dataset.version)
                 store.write_pointer(data_dir, "arrays", name, dataset.version)
                 return record
-        source = f"calling {name}"
-        return arrays.write_arrays(
-            data_dir, name, dataset.version, dataset.splits, classes=dataset.classes, source=source
-        )
+        made = {"classes": dataset.classes, "source": f"calling {name}"}
+        return arrays.write_arrays(data_dir, name, dataset.version, dataset.splits, **made)
 
 
 def _prepare(
@@ -123,7 +109,22 @@ def _prepare(
     dataset = open_dataset(name, version, data_dir)
     with store.scratch_folder(data_dir, name) as scratch:
         folder = store.path_of(data_dir, "arrays", name, version)
-        source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, folder)
+        attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
+        failures = []
+        for source, fetch in attempts.items():
+            try:
+                if fetch is not None:
+                    _build(name, dataset, fetch, scratch)
+                classes, splits = dataset.decode()
+                break
+            except PrerequisiteError as error:
+                failures.append(f"{source}: {error}")
+                say(failures[-1])
+        else:
+            raise PrerequisiteError(
+                f"no source has {folder.name}: {'; '.join(failures)}. Connect this machine to one of them, "
+                f"or copy the folder {folder} from a machine that has it."
+            )
     files = {str(path.relative_to(data_dir)): sha256(path) for path in dataset.files()}
     record = arrays.write_arrays(data_dir, name, version, splits, classes=classes, source=source, source_files=files)
     for split in record.splits.values():
@@ -131,25 +132,6 @@ def _prepare(
         say(f"wrote {file.path} {[file.num_examples, *leaf.shape]} and its labels")
     say(f"{name} is ready, from: {source} ({time.monotonic() - started:.0f} s)")
     return record
-
-
-def _decode_first(
-    name: str, dataset: Dataset, fetchers: Mapping[str, Fetch], scratch: Path, folder: Path
-) -> tuple[str, Decoded]:
-    attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
-    failures = []
-    for source, fetch in attempts.items():
-        try:
-            if fetch is not None:
-                _build(name, dataset, fetch, scratch)
-            return source, dataset.decode()
-        except PrerequisiteError as error:
-            failures.append(f"{source}: {error}")
-            say(failures[-1])
-    raise PrerequisiteError(
-        f"no source has {folder.name}: {'; '.join(failures)}. Connect this machine to one of them, "
-        f"or copy the folder {folder} from a machine that has it."
-    )
 
 
 def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:

@@ -73,7 +73,6 @@ class TfdsDataset:
         return tuple(builder.info.features["label"].names), splits
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files of the built dataset that hold its examples."""
         return tuple(sorted(self._folder.glob("*.tfrecord*")))
 
     def _builder(self, data_dir: Path) -> tfds.core.DatasetBuilder:

@@ -8,9 +8,7 @@ import pytest
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.json_files import read_json
 from train.data import arrays
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import Leaf, Split
-from train.data.shards import describe_ready
+from train.data.dataset_record import ArrayRecord, Leaf, Split, describe_ready
 
 IMAGES = np.arange(5 * 4 * 4 * 1, dtype=np.uint8).reshape(5, 4, 4, 1)
 LABELS = np.array([3, 1, 4, 1, 5], np.int64)

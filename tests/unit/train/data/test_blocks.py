@@ -14,8 +14,8 @@ from tests.support.listed_examples import ListedExamples, shard
 from train import program
 from train.config import TrainConfig
 from train.data import arrays, blocks, dataset_record, feeds
-from train.data.arrays import ArrayRecord
 from train.data.batches import BatchSlice, Replicas
+from train.data.dataset_record import ArrayRecord
 from train.data.opening import open_source
 from train.data.prepare import sharding
 from train.telemetry import environment
