@@ -35,7 +35,7 @@ from train.model.layer_state import variables_of
 from train.model.objectives import PerExample
 from train.named import Named
 from train.patches import batch_normalization, central_storage, layer_aggregation, placed_seeds
-from train.telemetry.timing import Times
+from train.telemetry.step_timer import Times
 
 
 def train(context: TaskContext) -> None:
@@ -115,8 +115,6 @@ class _Compared:
 
 
 class _Loss(keras.losses.Loss):
-    """A per-example loss for Keras, which averages it over the global batch."""
-
     def __init__(self, function: _Compared) -> None:
         super().__init__(name="loss")
         self._function = function
@@ -133,8 +131,6 @@ class _Loss(keras.losses.Loss):
 
 
 class _Score(keras.metrics.Mean):
-    """The mean of a per-example score."""
-
     def __init__(self, function: _Compared, name: str) -> None:
         super().__init__(name)
         self._function = function

@@ -24,7 +24,7 @@ from train.model.gradients import GradientPolicy
 from train.patches import exact_order, nan_gradients, optimizer_rate, summed_gradients
 from train.pipeline import edges, schedule
 from train.pipeline.stage import StageGraph
-from train.telemetry.timing import Times
+from train.telemetry.step_timer import Times
 
 
 class PipelineSteps:
@@ -63,7 +63,6 @@ class PipelineSteps:
         return LoopResult.of_columns(results_S2, self._context.objective, Signals.from_sum(flat[-4:]), times)
 
     def evaluation(self) -> Callable[[], dict[str, float]]:
-        """Return a function that evaluates on the whole test split; all tasks call it."""
         context, pipelines = self._context, self._task_stages.pipelines
         if self._task_stages.whole:
             return context.new_evaluation()

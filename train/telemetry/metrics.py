@@ -56,7 +56,6 @@ class Metrics:
         write_text(self._rows, "".join(json.dumps(row) + "\n" for row in kept))
 
     def log(self, step: int, epoch: float, total: int, values: dict[str, float | None]) -> None:
-        """Write one row: `values` after `step` of `total` optimizer steps."""
         append_json(self._rows, {"step": step, "epoch": round(epoch, 4), **values, "time": time.time()})
         numbers = {name: value for name, value in values.items() if value is not None}
         with self._board.as_default(step):
@@ -67,7 +66,6 @@ class Metrics:
             print(f"step {step}/{total}  epoch {epoch:.2f}  {shown}", flush=True)
 
     def shares(self, step: int, pace: Pace) -> None:
-        """Show the shares of input and computation in the task's steps."""
         with self._board.as_default(step):
             for name in ("input_share", "busy_share"):
                 if (share := getattr(pace, name)) is not None:

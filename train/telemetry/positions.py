@@ -23,7 +23,6 @@ class Positions:
         self._in_python, self._seen, self._since = 0, 0, time.monotonic()
 
     def clear(self) -> None:
-        """Forget every place."""
         self._in_python = 0
         self._in_graph.assign(0)
 
@@ -38,7 +37,6 @@ class Positions:
             tf.raw_ops.AssignVariableOp(resource=self._in_graph.handle, value=tf.identity(number))
 
     def current(self) -> Position:
-        """Return this task's current position."""
         newest = self._in_python
         with contextlib.suppress(tf.errors.OpError):  # after the cluster has failed
             newest = max(newest, int(self._in_graph.numpy()))
