@@ -66,7 +66,6 @@ class TaskContext:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole training."""
         return self.config.total_steps(self.source.train_examples)
 
     def epoch_of(self, step: int) -> int:
@@ -86,7 +85,6 @@ class TaskContext:
         return -(-(self.epoch_of(step) + 1) * self.source.train_examples // self.config.global_batch)
 
     def new_policy(self) -> GradientPolicy:
-        """Build the optimizer and its gradient policy, with variables on the same devices as the model's."""
         with self.strategy.scope():
             build = self.task_stages.build_optimizer if self.task_stages else None
             optimizer = optimizers.build_for_model(self.config, self.model, self.total_steps, build)
@@ -112,7 +110,6 @@ class TaskContext:
         return [StepRecord(self.run, worker.name, self.generation) for worker in workers]
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
-        """Return a function that evaluates the model on the whole test split; all tasks call it."""
         # Under parameter servers the chief evaluates alone, as it can read every variable.
         shared = None if self.asynchronous else self.gang
         return evaluation.new_evaluation(shared, self.model, self.objective, self.source)

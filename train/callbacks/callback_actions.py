@@ -89,7 +89,6 @@ class Callbacks(Action):
 
     @contextlib.contextmanager
     def _same_variables(self) -> Iterator[None]:
-        """Restore the values of the model's and the optimizer's variables on exit."""
         optimizer = getattr(self._model.optimizer, "variables", ())
         variables = [*self._model.variables, *(optimizer() if callable(optimizer) else optimizer)]
         before = [_value(variable) for variable in variables]
@@ -99,16 +98,13 @@ class Callbacks(Action):
                 variable.assign(value)
 
     def begin_epoch(self, step: int) -> None:
-        """Begin the epoch of the step after `step`."""
         self._progress.epoch, self._progress.steps, self._progress.sums = self._context.epoch_of(step), 0, {}
         self._list.on_epoch_begin(self._progress.epoch)
 
     def before(self, step: int) -> None:
-        """Begin a batch after `step` steps."""
         self._list.on_train_batch_begin(step - self._context.epoch_begin(step))
 
     def after(self, progress: CallProgress) -> None:
-        """End the batch of a call."""
         values = progress.result.values.items()
         sums = {name: float(array.sum(dtype=np.float64)) for name, array in values}
         self.end_batch(progress.step, len(progress.result.losses), sums)
@@ -120,7 +116,6 @@ class Callbacks(Action):
         self._note_stop()
 
     def add(self, count: int, sums: Mapping[str, float]) -> None:
-        """Add steps of this epoch and the sums of their values."""
         self._progress.steps += count
         self._progress.sums = {name: self._progress.sums.get(name, 0.0) + value for name, value in sums.items()}
 
@@ -132,7 +127,6 @@ class Callbacks(Action):
         self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self.report.results.items()})
 
     def end_epoch(self, step: int) -> None:
-        """End the epoch of `step`."""
         logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in self.report.results.items()}
         self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._progress.epoch_logs = logs

@@ -33,9 +33,7 @@ class CallbackProgress:
     sums: dict[str, float] = field(default_factory=dict)
     """Sum of each logged value over these steps."""
     epoch_logs: dict[str, float] = field(default_factory=dict)
-    """Logs of the newest finished epoch."""
     results: dict[str, float] = field(default_factory=dict)
-    """The newest evaluation."""
     evaluated_at: int = -1
     """Steps done at the newest evaluation."""
     ended_at: int = 0
@@ -43,7 +41,6 @@ class CallbackProgress:
     callbacks: list[dict[str, bytes]] = field(default_factory=list)
     """The changed attributes of each callback, encoded."""
     classes: list[str] = field(default_factory=list)
-    """Names of the callbacks' classes."""
     sizes: list[int] = field(default_factory=list)
     """Size of each CSVLogger's file in bytes; -1 for another callback or a missing file."""
 

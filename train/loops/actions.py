@@ -35,7 +35,6 @@ class CheckFinite(Action):
         self._policy, self._compare = policy, compare
 
     def after(self, progress: CallProgress) -> None:
-        """Check the losses, and the loss scale of float16."""
         losses = progress.result.losses
         bad = np.flatnonzero(~np.isfinite(losses))
         step = progress.first + int(bad[0]) + 1 if bad.size else progress.step

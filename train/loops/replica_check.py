@@ -157,5 +157,4 @@ class FlipBit(Action):
         self._run.event(self._task, "flipped", step=step, variable=name, index=index, bit=bit, replica=replica)
 
     def _places(self, copy: tf.Variable) -> np.ndarray:
-        """Return the indices of the values in which a flipped bit lasts: `[N] int64`."""
         return np.flatnonzero(np.abs(copy.numpy()) > self.LEAST)

@@ -44,9 +44,7 @@ class Computed(NamedTuple):
     gradients: list[Any]
     """Gradient of its share of the loss for each trainable variable: a tensor, `tf.IndexedSlices` or None."""
     loss: tf.Tensor
-    """This replica's share of the loss, a scalar."""
     score: tf.Tensor
-    """This replica's share of the score, a scalar."""
     state: list[tf.Tensor]
     """This replica's contributions to the state of layers, see `LayerState`."""
 
@@ -75,7 +73,6 @@ class TrainStep:
 
     @functools.cached_property
     def state(self) -> LayerState:
-        """The state of the model's layers."""
         return LayerState(self.model, self.num_replicas * self.micro_batches)
 
     @functools.cached_property
@@ -181,12 +178,10 @@ class TrainStep:
         return tf.zeros([max(1, len(self.objective.heads))], tf.int64)
 
     def zeros(self) -> Computed:
-        """Return the initial value of the accumulation."""
         state = [tf.zeros(spec.shape, spec.dtype) for spec in self.state.specs]
         return Computed([tf.zeros(weight.shape) for weight in self.weights], tf.zeros([]), tf.zeros([]), state)
 
     def add(self, total: Computed, part: Computed) -> Computed:
-        """Add a micro-batch to the accumulated sum."""
         gradients = [
             old if new is None else old + tf.cast(new, tf.float32)
             for old, new in zip(total.gradients, part.gradients, strict=True)

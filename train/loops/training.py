@@ -85,14 +85,12 @@ class Training:
         """Collective function from this task's requests to the union of all tasks'; all call it at the same step."""
 
     def begin(self) -> None:
-        """Begin the training, or resume it with the state of its callbacks."""
         if self.callbacks:
             self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
             self._evaluate.catch_up(self.first)
 
     @property
     def finished(self) -> bool:
-        """Whether no steps are left."""
         return self.first >= self._context.total_steps or self._stops
 
     def actions(self, *, batches: bool) -> list[Action]:
@@ -151,7 +149,6 @@ class Training:
         return self.agree(steps.Signals(stop=self._stops)).stop
 
     def end(self, step: int, stop: Stop) -> None:
-        """Save, evaluate and report after the last step."""
         stopped, report = stop is Stop.REQUESTED, self.report
         self._check.compare(step)  # callbacks may then change one task's weights alone, such as to the best ones
         if self.save.saved_at != step and (stopped or not self.callbacks):

@@ -120,7 +120,6 @@ class LayerState:
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
-        """Specs of the contributions of a part."""
         return [_spec(variable) for variable in self.variables]
 
     @contextlib.contextmanager

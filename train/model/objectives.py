@@ -51,7 +51,6 @@ class Objective:
     heads: Mapping[str, Objective] = field(default_factory=dict)
     """The objective of each head, whose score name lacks the head's; empty if one loss takes all outputs."""
     weight: float = 1.0
-    """Loss weight of a head."""
 
     @property
     def reported(self) -> dict[str, PerExample]:

@@ -87,7 +87,6 @@ def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> t
 
 
 def _is_in_loop(outside: tf.Graph) -> bool:
-    """Whether the current graph is the body of a loop inside another graph."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not outside and isinstance(graph, tf.__internal__.FuncGraph):
         if type(graph).__name__ == "WhileBodyFuncGraph":  # has no public name

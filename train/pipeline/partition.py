@@ -71,7 +71,6 @@ class StageCost:
 
     @property
     def flops(self) -> float:
-        """Operations of one micro-batch."""
         return sum(block.flops for block in self.blocks)
 
     @property

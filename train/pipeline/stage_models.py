@@ -120,7 +120,6 @@ def describe_partition(
 
 
 def _describe_stage(stage: StageCost) -> dict[str, Any]:
-    """Describe a stage for a plan; `cost` is the operations of a micro-batch."""
     weights = sum(block.parameter_bytes for block in stage.blocks)
     return {
         "stage": stage.number,

@@ -49,7 +49,6 @@ class TaskStages:
 
     @property
     def whole(self) -> bool:
-        """Whether this task has all stages."""
         return len(self.held) == self.stages
 
     def build(self, new_model: Callable[[], keras.Model], feature_shape: Any = None) -> keras.Model:

@@ -89,7 +89,6 @@ class CheckpointManager:
         self._parts = {"step": self.step, "model": self.model, "optimizer": self.optimizer}
         self._optional = {name: part for name, part in optional.items() if part is not None}
         self.tree = tf.train.Checkpoint(**self._parts, **self._optional)
-        """The variables that a checkpoint has."""
         self._copy: Snapshot | None = None
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -169,7 +168,6 @@ class CheckpointManager:
         return self._writing is not None and self._writing.is_alive()
 
     def wait(self) -> None:
-        """Wait until the last save is finished."""
         if self._writing:
             self._writing.join()
             self._writing = None
