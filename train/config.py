@@ -16,7 +16,7 @@ from cluster.system.errors import UsageError
 from train.data.dataset_record import VERSIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
-from train.settings import heads, parts, references
+from train.settings import parts, references
 from train.settings.parts import OPTIMIZERS, Optimizer, Pipeline, Transformer
 
 __all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
@@ -203,12 +203,8 @@ class TrainConfig:
             )
         self.optimizer.check()
         self.transformer.check()
-        heads.parse_losses(self.loss)
-        heads.parse_weights(self.loss_weights)
-        self._check_combinations()
-        return self
-
-    def _check_combinations(self) -> None:
+        parts.parse_losses(self.loss)
+        parts.parse_weights(self.loss_weights)
         if self.callbacks == "tutorial" and not self.callbacks_set_rate:
             raise UsageError(
                 f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the "
@@ -223,13 +219,14 @@ class TrainConfig:
                 f"--num-outputs {self.num_outputs} with --source {self.source}, whose data determines it: omit it"
             )
         if not self.bitwise_elastic:
-            return
+            return self
         option_and_value = f"--bitwise-elastic {self.bitwise_elastic}"
         if self.loop != "custom":
             raise UsageError(f"{option_and_value} with --loop fit: it needs --loop custom")
         if not self.deterministic:
             raise UsageError(f"{option_and_value} with --no-deterministic: it needs --deterministic")
         compatibility.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
+        return self
 
     def pin(self, cores: int = 0) -> TrainConfig:
         """Return this configuration with `threads` and `onednn` resolved for `cores`, 0 for those of this machine."""
@@ -254,7 +251,7 @@ class TrainConfig:
     def references(self) -> list[tuple[str, str]]:
         """Return (field, value) of each field that may name the user's code; `loss` occurs once per head."""
         named = [(name, operator.attrgetter(name)(self)) for name in REFERENCES if name != "loss"]
-        return named + [("loss", loss) for loss in heads.parse_losses(self.loss).values()]
+        return named + [("loss", loss) for loss in parts.parse_losses(self.loss).values()]
 
     def code_dirs(self) -> list[Path]:
         """Return the folders of the user's modules."""
@@ -268,10 +265,8 @@ class TrainConfig:
     @property
     def learning_rate(self) -> float:
         """The learning rate for this global batch, after the warm-up."""
-        settings = self.optimizer
-        return compatibility.scale_rate(
-            settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch
-        )
+        rate, base_batch = self.optimizer.learning_rate, self.optimizer.base_batch
+        return compatibility.scale_rate(rate, self.optimizer.scaling, self.global_batch, base_batch)
 
     @property
     def callbacks_set_rate(self) -> bool:

@@ -18,7 +18,7 @@ from train.data.function import calling, reading
 from train.data.function.calling import DATASET, RANDOM_ACCESS, FunctionRecord, Shard
 from train.data.prepare.preparation import say
 from train.named import Named
-from train.settings import heads
+from train.settings import parts
 from train.settings.references import user_errors
 
 
@@ -27,9 +27,8 @@ def examine_function(
 ) -> FunctionRecord:
     """Call a dataset function for both splits, and write a record of it to `data_dir`.
 
-    The name is `package.module:function`. `num_outputs` gives the number of classes of integer labels, such as `10`, or
-    `digit=10,parity=2`; with `fresh` the examples of datasets without a known length are counted again. Raises
-    UsageError, with the reason, if the function is not suitable for training.
+    `num_outputs` gives the number of classes of integer labels, such as `10`, or `digit=10,parity=2`; with `fresh` the
+    examples of datasets without a known length are counted again.
     """
     say(f"calling {name}")
     with store.disk_errors(data_dir):
@@ -41,8 +40,16 @@ def examine_function(
             f"--dataset {name!r} returns {forms['train']} for 'train', {forms['test']} for 'test'; use one"
         )
     form = forms["train"]
-    describe = _first_example if form == RANDOM_ACCESS else calling.describe_dataset
-    examples = {split: describe(name, split, data) for split, data in returned.items()}
+    examples = {}
+    for split, data in returned.items():
+        if form == DATASET:
+            examples[split] = calling.describe_dataset(name, split, data)
+            continue
+        reading.length_of(name, split, data)
+        subject = f"--dataset {name!r}: {split} example 0"
+        with user_errors(subject):
+            first = data[0]
+        examples[split] = calling.describe_example(subject, calling.convert_to_arrays(subject, first))
     example = examples["train"]
     if examples["test"] != example:
         both = " and ".join(show_example(described) for described in examples.values())
@@ -61,14 +68,6 @@ def examine_function(
         write_json(record.path(data_dir, name, record.version), value)
         store.write_pointer(data_dir, record.kind, name, record.version)
     return record
-
-
-def _first_example(name: str, split: str, source: Any) -> dict[str, Named]:
-    reading.length_of(name, split, source)
-    subject = f"--dataset {name!r}: {split} example 0"
-    with user_errors(subject):
-        first = source[0]
-    return calling.describe_example(subject, calling.convert_to_arrays(subject, first))
 
 
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
@@ -98,7 +97,7 @@ def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bo
 
 
 def _outputs(name: str, labels: Named, num_outputs: str) -> Named:
-    requested = heads.parse_outputs(num_outputs)
+    requested = parts.parse_outputs(num_outputs)
     outputs = {}
     for head, leaf in labels.items() if isinstance(labels, Mapping) else [("", labels)]:
         if leaf.dtype == "float32":
