@@ -87,7 +87,10 @@ def partition_model(
     cut = [name.strip() for name in pipeline.cut.split(",") if name.strip()] if layers is None else layers
     _check_blocks(model, blocks, stages, cut)
     constraints = Constraints(stages, pipeline.schedule, config.micro_batches, pipeline.remat, memory_bytes)
-    copies = _count_slots(config) + (config.micro_batches > 1)  # a gradient, and the sum of the previous ones
+    weight, optimizer = keras.Variable(tf.zeros([2, 3])), optimizers.build_optimizer(config)
+    optimizer.build([weight])
+    slots = sum(variable.shape == weight.shape for variable in optimizer.variables)
+    copies = slots + (config.micro_batches > 1)  # a gradient, and the sum of the previous ones
     micro_batch = config.global_batch // (pipelines * config.micro_batches)
     block_costs = [model_blocks.estimate_cost(block, micro_batch, copies) for block in blocks]
     costs = partition(block_costs, constraints, cut)
@@ -109,31 +112,29 @@ def load_models(
 def describe_partition(
     model: keras.Model, config: TrainConfig, stages: int, *, pipelines: int = 1, memory_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Describe the stages for a plan, with the record by which the tasks partition the model; see `partition_model`."""
+    """Describe the stages of a plan, with their operations as `cost`, and the record that tells tasks the partition."""
     costs, _ = partition_model(model, config, stages, memory_bytes=memory_bytes, pipelines=pipelines)
-    total = sum(stage.flops for stage in costs) or 1.0
-    return {
-        "memory_bytes": memory_bytes,
-        "stages": [_describe_stage(stage) | {"share": stage.flops / total} for stage in costs],
-        "record": {"cut": [stage.layers[0] for stage in costs[1:]]},
-    }
-
-
-def _describe_stage(stage: StageCost) -> dict[str, Any]:
-    weights = sum(block.parameter_bytes for block in stage.blocks)
-    return {
-        "stage": stage.number,
-        "first": stage.layers[0],
-        "last": stage.layers[-1],
-        "layers": list(stage.layers),
-        "parameters": weights // 4,
-        "state_bytes": weights + sum(block.state_bytes for block in stage.blocks),
-        "in_flight": stage.in_flight,
-        "micro_batch_bytes": sum(block.activation_bytes for block in stage.blocks),
-        "activation_bytes": stage.activation_bytes,
-        "memory_bytes": stage.memory_bytes,
-        "cost": stage.flops,
-    }
+    total, described = sum(stage.flops for stage in costs) or 1.0, []
+    for stage in costs:
+        weights = sum(block.parameter_bytes for block in stage.blocks)
+        described.append(
+            {
+                "stage": stage.number,
+                "first": stage.layers[0],
+                "last": stage.layers[-1],
+                "layers": list(stage.layers),
+                "parameters": weights // 4,
+                "state_bytes": weights + sum(block.state_bytes for block in stage.blocks),
+                "in_flight": stage.in_flight,
+                "micro_batch_bytes": sum(block.activation_bytes for block in stage.blocks),
+                "activation_bytes": stage.activation_bytes,
+                "memory_bytes": stage.memory_bytes,
+                "cost": stage.flops,
+                "share": stage.flops / total,
+            }
+        )
+    record = {"cut": [stage.layers[0] for stage in costs[1:]]}
+    return {"memory_bytes": memory_bytes, "stages": described, "record": record}
 
 
 def _check_blocks(model: keras.Model, blocks: Sequence[ModelBlock], stages: int, names: Sequence[str]) -> None:
@@ -146,13 +147,6 @@ def _check_blocks(model: keras.Model, blocks: Sequence[ModelBlock], stages: int,
         crossed = f"the outputs of {' and '.join(repr(name) for name in makers)} cross the cut before {layer!r}"
         option = f"--cut {layer!r}" if layer in inside else f"--stages {stages}"
         raise UsageError(f"{option}: several tensors cross there: {crossed}, and only one may")
-
-
-def _count_slots(config: TrainConfig) -> int:
-    weight = keras.Variable(tf.zeros([2, 3]))
-    optimizer = optimizers.build_optimizer(config)
-    optimizer.build([weight])
-    return sum(tuple(variable.shape) == (2, 3) for variable in optimizer.variables)
 
 
 def build_models(whole: keras.Model, stages: Sequence[Sequence[ModelBlock]], micro_batch: int) -> list[StageModel]:

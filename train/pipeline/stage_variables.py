@@ -18,7 +18,7 @@ from cluster.contract.spec import ClusterSpec, Task
 from train.config import TrainConfig
 from train.model.export import is_legacy
 from train.patches import optimizer_averages
-from train.pipeline.model_blocks import rebuild_with_shape, release_memory
+from train.pipeline.model_blocks import rebuild_with_shape
 from train.pipeline.stage_models import StageModel, find_shared, load_models
 from train.saving.trees import Joint
 from train.strategy import precision_policy
@@ -30,15 +30,12 @@ class TaskStages:
     def __init__(self, spec: ClusterSpec, task: Task, config: TrainConfig, run: RunFolder | None) -> None:
         self._config, self._run = config, run
         self.stages = spec.stages
-        self.tasks = max(1, len(spec.members))
-        """Number of tasks of all pipelines."""
+        alone = len(spec.members) < 2
         self.task = spec.members.index(task) if spec.members else 0
         self.pipelines = spec.replicas
-        self.pipeline = self.task // self.stages if self.tasks > 1 else 0
+        self.pipeline = self.task // self.stages if not alone else 0
         """Index of this task's pipeline."""
-        self.held = (
-            range(self.stages) if self.tasks == 1 else range(self.task % self.stages, self.task % self.stages + 1)
-        )
+        self.held = range(self.stages) if alone else range(self.task % self.stages, self.task % self.stages + 1)
         """The stages that this task has."""
         self.models: list[StageModel] = []
         """The model of each stage, with layers and variables of the whole model."""
@@ -99,7 +96,7 @@ class TaskStages:
     def release(self) -> None:
         """Free the memory of this task's variables, which must not be used afterwards."""
         for variable in self._held.values():
-            release_memory(variable)
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
 
     def _give_values(self, variables: Iterable[keras.Variable], assigned: Mapping[int, tf.Tensor] = {}) -> None:
         for variable in variables:
@@ -119,10 +116,7 @@ class TaskStages:
 def without_values(
     new_model: Callable[[], keras.Model],
 ) -> tuple[keras.Model, list[keras.Variable], dict[int, tf.Tensor]]:
-    """Build a model whose variables have no value or memory yet.
-
-    Returns the model, its variables, and by their ids the values that `new_model` assigned, such as pretrained weights.
-    """
+    """Build a model without memory; return it, its variables, and by `id` values that `new_model` assigned to them."""
     with keras.StatelessScope(initialize_variables=False) as scope:
         model = new_model()
     created = _take_uninitialized()
