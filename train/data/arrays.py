@@ -33,7 +33,13 @@ def write_arrays(
     """
     labels = [arrays[1] for arrays in splits.values()]
     index: dict[str, Any] = {"name": name, "version": version, "classes": classes}
-    num_outputs = named.each(_num_outputs, classes, *labels)
+
+    def count_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
+        if labels[0].dtype.kind == "f":
+            return values_in(labels[0].shape[1:])
+        return len(classes) or 1 + max(int(array.max()) for array in labels)
+
+    num_outputs = named.each(count_outputs, classes, *labels)
     index |= {"num_outputs": num_outputs, "source": source, "source_files": dict(source_files or {})}
     with store.new_folder(data_dir, "arrays", name, version) as folder:
         index["splits"] = {
@@ -47,12 +53,6 @@ def write_arrays(
     if is_user_dataset(name):
         store.write_pointer(data_dir, "arrays", name, version)
     return ArrayRecord.find(data_dir, name, version)
-
-
-def _num_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
-    if labels[0].dtype.kind == "f":
-        return values_in(labels[0].shape[1:])
-    return len(classes) or 1 + max(int(array.max()) for array in labels)
 
 
 def _write_part(path: Path, array: Named, dtypes: tuple[str, ...]) -> dict[str, Any]:

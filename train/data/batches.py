@@ -89,14 +89,7 @@ class VirtualShards:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """The infinite training batches of one input pipeline: for each step, one batch for each of its replicas.
-
-    Attributes:
-        global_batch: examples of one update over all replicas; a multiple of their number.
-        seed: seed of the order.
-        first_step: optimizer steps done before the first batch.
-        replicas: the replicas of the pipeline.
-    """
+    """The infinite training batches of one input pipeline: for each step, one batch for each of its replicas."""
 
     global_batch: int
     seed: int
@@ -152,21 +145,6 @@ def eval_dataset(
     if num_batches * replica_batch * split.example_bytes <= EVAL_CACHE_BYTES:
         dataset = dataset.cache()
     return without_sharding(dataset.prefetch(tf.data.AUTOTUNE))
-
-
-def by_step(
-    batch: Callable[[tf.Tensor, tf.Tensor], Batch],
-    positions: tf.data.Dataset,
-    replicas: Replicas,
-    first_step: int | tf.Tensor = 0,
-) -> tf.data.Dataset:
-    """Return a dataset with one batch for each replica, step by step; `positions` counts the batches from 0."""
-
-    def at(position: tf.Tensor) -> Batch:
-        return batch(first_step + position // replicas.count, replicas.first + position % replicas.count)
-
-    batches = positions.map(at, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
 
 
 def rebatch(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:

@@ -57,11 +57,7 @@ ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4}
 COMMANDS = {"arrays": "data.prepare", "shards": "data.shard", "functions": "data.examine"}
 """The command that prepares a dataset of each kind."""
 
-VERSIONS = {
-    "fashion_mnist": "3.0.1",
-    "mnist": "3.0.1",
-    "jargon_file": "4.4.7",
-}
+VERSIONS = {"fashion_mnist": "3.0.1", "mnist": "3.0.1", "jargon_file": "4.4.7"}
 """The known datasets and their versions; other versions may order their examples differently."""
 
 WINDOW = 1024
@@ -359,10 +355,7 @@ def values_in(shape: Sequence[int]) -> int:
 
 
 def describe_ready(data_dir: Path, name: str, source: str) -> str:
-    """Describe a dataset that is prepared as `source`, `memory` or `stream`; empty if it must be prepared.
-
-    A user's dataset is never ready, because its code may have changed.
-    """
+    """Describe a prepared dataset; empty if it must be prepared, as a user's always is: its code may have changed."""
     if is_user_dataset(name):
         return ""
     try:

@@ -109,10 +109,7 @@ def _read_window(split: Split, seed: int, number: tf.Tensor, skipped: tf.Tensor)
 
 
 def _interleave(split: Split, shards_W: tf.Tensor) -> tf.data.Dataset:
-    """Interleave the records of shards, in a fixed order although they are read in parallel.
-
-    The blocks of a shard are checked whenever it is opened.
-    """
+    """Interleave the records of shards, read in parallel, in a fixed order; each shard is checked when it is opened."""
     hashes = tf.ragged.constant([file.blocks for file in split.files], tf.int64).to_tensor()
     blocks_S = tf.constant([len(file.blocks) for file in split.files])
 

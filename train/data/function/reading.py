@@ -58,19 +58,18 @@ class SplitReader:
                 examples = list(self._source.__getitems__(indices))
             else:
                 examples = [self._source[index] for index in indices]
-        rows = [self._to_row(index, example) for index, example in zip(indices, examples, strict=True)]
+        rows = []
+        for index, example in zip(indices, examples, strict=True):
+            subject = f"{self._subject} example {index}"
+            parts = calling.convert_to_arrays(subject, example)
+            if (actual := calling.describe_example(subject, parts)) != self._example:
+                raise RunFailed(f"{subject} is {show_example(actual)}; expected {show_example(self._example)}")
+            row = []
+            for name, part in zip(PARTS, parts, strict=False):
+                arrays = named.each(lambda leaf, value: np.asarray(value, leaf.dtype), self._example[name], part)
+                row += named.leaves(arrays)
+            rows.append(row)
         return [np.stack(column) for column in zip(*rows, strict=True)]
-
-    def _to_row(self, index: int, example: Any) -> list[np.ndarray]:
-        subject = f"{self._subject} example {index}"
-        parts = calling.convert_to_arrays(subject, example)
-        if (actual := calling.describe_example(subject, parts)) != self._example:
-            raise RunFailed(f"{subject} is {show_example(actual)}; expected {show_example(self._example)}")
-        row = []
-        for name, part in zip(PARTS, parts, strict=False):
-            arrays = named.each(lambda leaf, value: np.asarray(value, leaf.dtype), self._example[name], part)
-            row += named.leaves(arrays)
-        return row
 
 
 def open_split(record: DatasetRecord, split: str, data_dir: Path, seed: int) -> None:
@@ -191,10 +190,7 @@ class FunctionSource(Source):
         return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(epoch_batches)
 
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
-        """Return the test batches of replicas; see `batches.eval_dataset`.
-
-        Every task reads the whole split, as shard 0 of 1, and takes its part, so all have the same number of batches.
-        """
+        """Return the test batches; every task reads the whole split and takes its part, so all have as many."""
         split = self.record.test
         whole = read_examples(self.record, "test", Shard(0, 1, epoch_seed(0, tf.constant(0)), self.data_dir))
         whole = whole.apply(tf.data.experimental.assert_cardinality(split.num_examples))
