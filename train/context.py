@@ -93,16 +93,9 @@ class TaskContext:
     def new_train_step(self, policy: GradientPolicy, *, unrolled: bool = False) -> TrainStep:
         """Build a training step; if `unrolled`, its graph repeats the operations per micro-batch instead of looping."""
         config, replicas = self.config, 1 if self.asynchronous else self.strategy.num_replicas_in_sync
-        return TrainStep(
-            self.model,
-            policy,
-            self.objective,
-            config.global_batch,
-            replicas,
-            config.micro_batches,
-            unrolled=unrolled,
-            as_function=replicas == 1 and config.micro_batches > 1 and not self.asynchronous,
-        )
+        sizes = config.global_batch, replicas, config.micro_batches
+        as_function = replicas == 1 and config.micro_batches > 1 and not self.asynchronous
+        return TrainStep(self.model, policy, self.objective, *sizes, unrolled=unrolled, as_function=as_function)
 
     def worker_records(self) -> list[StepRecord]:
         """Return the step record of each worker under parameter servers; empty under other strategies."""

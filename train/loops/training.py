@@ -58,10 +58,7 @@ class Training:
     """One generation's training from step `first`, to the end or to a stop."""
 
     def __init__(self, setup: Setup, first: int, new_evaluation: Callable[[], Callable[[], dict[str, float]]]) -> None:
-        """Prepare the actions. With callbacks, the model must be compiled.
-
-        `new_evaluation` returns a function that evaluates on the test split; all tasks call it.
-        """
+        """Prepare the actions, once a model with callbacks is compiled; `new_evaluation` makes the evaluation."""
         self._setup, self._context, self.first = setup, setup.context, first
         context, checkpoint = setup.context, setup.checkpoint
         self.report = Report(context, first, setup.policy, checkpoint.restored_from)
@@ -94,11 +91,7 @@ class Training:
         return self.first >= self._context.total_steps or self._stops
 
     def actions(self, *, batches: bool) -> list[Action]:
-        """Return the actions in order.
-
-        With `batches`, they include traces and the user's callbacks, to which a call is a batch; else the caller runs
-        both.
-        """
+        """Return the actions in order; without `batches`, the caller traces and calls the user's callbacks itself."""
         context = self._context
         flip = FlipBit(
             context.run,
@@ -125,10 +118,7 @@ class Training:
         return [action for action in (*every_call, *periodic) if action is not None]
 
     def _prepare(self, step: int) -> float:
-        """Compare the replicas and store the callbacks' state, before a save or snapshot; all tasks call this.
-
-        Returns the seconds that this waited for slower tasks.
-        """
+        """Compare replicas and store callbacks' state before a save; return the seconds waited for slower tasks."""
         waited_s = self._check.compare(step)
         if self.callbacks:
             self.callbacks.store_state()

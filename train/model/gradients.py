@@ -115,10 +115,7 @@ class GradientPolicy:
     def update(
         self, gradients: list[Any], variables: Sequence[Any], finite: tf.Tensor | None = None, norm: Any = None
     ) -> None:
-        """Clip gradients and apply them, unless `finite` is false.
-
-        `norm` is the norm of the whole model's gradients, if these belong to only a part of it.
-        """
+        """Clip and apply gradients, unless `finite` is false; `norm` is that of the whole model's gradients."""
         clipped = tf.clip_by_global_norm(gradients, self.clip_norm, norm)[0] if self.clip_norm else gradients
         if finite is None:
             self._update(clipped, variables)

@@ -31,10 +31,7 @@ class Links:
         self._threads: dict[str, threading.Thread] = {}
 
     def examine(self, position: Position) -> Position:
-        """Return this task's position with the neighbours that the newest tests did not reach; does not block.
-
-        The tests run in the background while the task waits.
-        """
+        """Return the position with the neighbours that the tests in the background, while it waits, did not reach."""
         waits = not position.left and position.seconds >= WAIT_S
         for task in self._neighbours:
             if not waits:

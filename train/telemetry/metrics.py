@@ -33,13 +33,6 @@ NOT_VARIED = {"preset", "threads"}
 """Settings that are recorded separately, or that the machine determines."""
 
 
-def grouped(name: str) -> str:
-    """Return the TensorBoard tag of a metric, in the group `eval`, `perf` or `train`."""
-    if name.startswith("eval_"):
-        return name.replace("_", "/", 1)
-    return f"{'perf' if name.endswith('_per_s') else 'train'}/{name}"
-
-
 class Metrics:
     """Writes one task's metrics."""
 
@@ -60,7 +53,9 @@ class Metrics:
         numbers = {name: value for name, value in values.items() if value is not None}
         with self._board.as_default(step):
             for name, value in numbers.items():
-                tf.summary.scalar(grouped(name), value)
+                group = "perf" if name.endswith("_per_s") else "train"
+                tag = name.replace("_", "/", 1) if name.startswith("eval_") else f"{group}/{name}"
+                tf.summary.scalar(tag, value)
         if self._prints:
             shown = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
             print(f"step {step}/{total}  epoch {epoch:.2f}  {shown}", flush=True)

@@ -67,7 +67,7 @@ class Report(Action):
             self._heartbeat.update(state="training", step=step)
             self._ledger.first_step(step)
             if self._context.chief:
-                self._event("first step", step)
+                self._context.run.event(self._context.task.name, "first step", step=step)
         else:
             self._train_seconds += seconds
             self._timed_steps += len(losses)
@@ -101,7 +101,8 @@ class Report(Action):
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         context = self._context
-        with self._ledger.spending("evaluate"), self._averaged(), self.evaluating():
+        averaged = optimizers.with_averages(self._config, context.model, self._optimizer)
+        with self._ledger.spending("evaluate"), averaged, self.evaluating():
             context.positions.set(Place.EVALUATION, step)
             self.results, self.evaluated_at = evaluation(), step
             context.positions.set(Place.EVALUATION, step, left=True)
@@ -122,7 +123,8 @@ class Report(Action):
         context, result = self._context, self._context.run.control / "result.json"
         divided = context.task_stages is not None and not context.task_stages.whole
         # On every task, because reading a moving average that is a mean over all tasks is a collective operation.
-        with contextlib.nullcontext() if divided else self._averaged():
+        averaged = optimizers.with_averages(self._config, context.model, self._optimizer)
+        with contextlib.nullcontext() if divided else averaged:
             weights = [] if stopped or divided else context.model.get_weights()
         if context.chief:
             model, trained = None, context.model
@@ -141,7 +143,7 @@ class Report(Action):
                     saved_weights.load_averages(self._config, exported, prefix)
                 source = context.source
                 export.export(exported, context.run.export, source.feature_shape, source.named_outputs)
-                self._event("exported", step)
+                context.run.event(context.task.name, "exported", step=step)
                 self.metrics.hparams(self._config, self.results)
             rate = self._timed_steps * self._config.global_batch / self._train_seconds if self._train_seconds else None
             package = "tf_keras" if export.is_legacy() else "keras"
@@ -165,12 +167,6 @@ class Report(Action):
         if self._timing.steps:
             self._heartbeat.update(**self._timing.recent(), pace=self._timing.generation())
         self._timing_shown_at = time.monotonic()
-
-    def _averaged(self) -> contextlib.AbstractContextManager[None]:
-        return optimizers.with_averages(self._config, self._context.model, self._optimizer)
-
-    def _event(self, event: str, step: int) -> None:
-        self._context.run.event(self._context.task.name, event, step=step)
 
     def _epoch(self, step: int) -> float:
         return self._config.epoch(step, self._context.source.train_examples)

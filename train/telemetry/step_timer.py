@@ -79,20 +79,14 @@ class StepTimer:
         return self._strategy.run(function, args=args)
 
     def of_replica(self, marked: Marked) -> Marked:
-        """Return `marked` on the first replica of this task, the only one that is marked in a part of a step.
-
-        The marks of another replica would come later, in the order of tracing.
-        """
+        """Return `marked` on the first replica of this task only: others would mark later, in the order of tracing."""
         replica = tf.distribute.get_replica_context()
         if self._first_replica is None:
             self._first_replica = replica
         return marked if replica is self._first_replica else ()
 
     def next_batch(self, results: Any, batch: Any, marked: Marked) -> Any:
-        """Mark inside the graph when the step starts and stops to wait for the next batch; return the batch.
-
-        The next step begins with the returned batch, after both marks.
-        """
+        """Mark when the step starts and stops to wait for the next batch; return the batch, after both marks."""
         if not marked:
             return batch
         asks = self._mark("asks", marked[0], results)
