@@ -30,8 +30,8 @@ def apply(names: Iterable[str] = TRAINING) -> list[str]:
         for owner, function, new, patterns in getattr(module, "REPLACED", ()):
             current = getattr(owner, function)
             source = inspect.getsource(current)
-            defective, fixed = patterns.get("defect", ""), patterns.get("fixed", "(?!)")
-            if current is not new and re.search(defective, source) and not re.search(fixed, source):
+            defect, fixed = patterns.get("defect", ""), patterns.get("fixed", "(?!)")
+            if current is not new and re.search(defect, source) and not re.search(fixed, source):
                 setattr(owner, function, new)
                 replaced.append(function)
         if hasattr(module, "apply"):
