@@ -12,7 +12,7 @@ There are three kinds:
 - shards, read as a stream: files of TFRecords. Example i is in shard i modulo the number of shards. A record is a
   `tf.train.Example` of `features` (the bytes of an array, in C order, little endian), `label` and an optional `weight`.
   Images are stored as bytes, because a PNG takes more than 0.1 ms to decode in every epoch.
-- a function, which has no files (`train/data/function/calling.py`).
+- a function, which has no files (`train/data/function/reading.py`).
 
 Standard library only: finding and verifying prepared data needs neither NumPy nor TensorFlow.
 """

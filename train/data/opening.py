@@ -11,7 +11,7 @@ from train.data import blocks
 from train.data.dataset_record import SPLITS, ArrayRecord, ShardRecord
 from train.data.feeds import ArraySource
 from train.data.function import reading
-from train.data.function.calling import DATASET, FunctionRecord
+from train.data.function.reading import DATASET, FunctionRecord
 from train.data.sources import Source
 from train.data.stream import ShardSource
 

@@ -14,8 +14,8 @@ from train import named
 from train.data import store
 from train.data.batches import BatchSlice, Replicas
 from train.data.dataset_record import SPLITS, show_example, values_in
-from train.data.function import calling, reading
-from train.data.function.calling import DATASET, RANDOM_ACCESS, FunctionRecord, Shard
+from train.data.function import reading
+from train.data.function.reading import DATASET, RANDOM_ACCESS, FunctionRecord, Shard
 from train.data.prepare.preparation import say
 from train.named import Named
 from train.settings import parts
@@ -33,7 +33,7 @@ def examine_function(
     say(f"calling {name}")
     with store.disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
-    returned = {split: calling.call_function(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
+    returned = {split: reading.call_function(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
     forms = {split: DATASET if isinstance(data, tf.data.Dataset) else RANDOM_ACCESS for split, data in returned.items()}
     if len(set(forms.values())) > 1:
         raise UsageError(
@@ -43,13 +43,13 @@ def examine_function(
     examples = {}
     for split, data in returned.items():
         if form == DATASET:
-            examples[split] = calling.describe_dataset(name, split, data)
+            examples[split] = reading.describe_dataset(name, split, data)
             continue
         reading.length_of(name, split, data)
         subject = f"--dataset {name!r}: {split} example 0"
         with user_errors(subject):
             first = data[0]
-        examples[split] = calling.describe_example(subject, calling.convert_to_arrays(subject, first))
+        examples[split] = reading.describe_example(subject, reading.convert_to_arrays(subject, first))
     example = examples["train"]
     if examples["test"] != example:
         both = " and ".join(show_example(described) for described in examples.values())
