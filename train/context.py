@@ -18,7 +18,7 @@ from train.loops.train_step import TrainStep
 from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
-from train.pipeline.stage_variables import TaskStages
+from train.pipeline.stage_models import TaskStages
 from train.telemetry.positions import Positions
 
 

@@ -31,10 +31,10 @@ from train.loops.training import Setup
 from train.model import initial_weights, layer_state, models, objectives
 from train.model.export import is_legacy
 from train.patches import exact_order
-from train.pipeline.stage_variables import TaskStages
+from train.pipeline.stage_models import TaskStages
 from train.startup import rehearsal
 from train.telemetry import environment
-from train.telemetry.links import Links
+from train.telemetry.positions import Links
 
 tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and every second trace
 

@@ -124,7 +124,7 @@ def _restore(
         from train import strategy
         from train.data import opening
         from train.model import models
-        from train.pipeline import stage_variables
+        from train.pipeline import stage_models
         from train.saving import saved_weights
 
     source = opening.open_source(config, data_dir, run)
@@ -132,7 +132,7 @@ def _restore(
     precision = precision_of(cluster.strategy, config.precision)
     with strategy.precision_policy(precision if as_trained else "fp32"):
         model = new_model()
-    built = None if as_trained else stage_variables.as_trained(new_model, precision)
+    built = None if as_trained else stage_models.as_trained(new_model, precision)
     warn = partial(print, file=sys.stderr)  # standard output may be JSON
     for _ in range(RESTORE_TRIES):
         newest = checkpoint_files.find_newest_good(run.checkpoints, warn)

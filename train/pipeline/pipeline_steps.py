@@ -1,6 +1,6 @@
 """The inner loop of `--strategy pipeline`: many optimizer steps, each through all stages, in one `tf.function`.
 
-Every task holds one stage of the model (`train/pipeline/stage_variables.py`). R pipelines of equal stages train on
+Every task holds one stage of the model (`train/pipeline/stage_models.py`). R pipelines of equal stages train on
 parts of each global batch and add up the gradients of equal stages before the single update of a step.
 
 Shapes: S steps of one loop; N batches and M means of an evaluation.

@@ -29,8 +29,7 @@ from train.model import input_types, layer_state, masks, models, objectives, opt
 from train.model.objectives import Averaged, Objective
 from train.named import Named
 from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
-from train.pipeline.stage_models import describe_partition
-from train.pipeline.stage_variables import without_values
+from train.pipeline.stage_models import describe_partition, without_values
 from train.settings import parts
 from train.startup import preload, primitives
 from train.strategy import precision_policy

@@ -17,7 +17,7 @@ from train.context import TaskContext
 from train.loops.loop import Action, CallProgress
 from train.model import export, optimizers
 from train.model.gradients import GradientPolicy
-from train.pipeline.stage_variables import as_trained, to_restore
+from train.pipeline.stage_models import as_trained, to_restore
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
 from train.saving.timer import SaveTimer
