@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.runs import GLOBAL_BATCH
 from train.data.batches import BatchSlice
-from train.data.shards import ShardRecord
+from train.data.dataset_record import ShardRecord
 from train.data.stream import ShardSource
 
 

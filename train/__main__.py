@@ -28,7 +28,7 @@ from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError, RunFai
 from cluster.system.json_files import read_json
 from cluster.system.messages import COMMAND, described, plain
 from train.config import TrainConfig
-from train.data import shards
+from train.data import dataset_record
 from train.settings import overrides
 from train.startup import preload
 
@@ -60,7 +60,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
-    """Return the checked configuration as JSON, or its help text if that was requested."""
     base = TrainConfig.from_json(read_json(options.base)) if options.base else None
     try:
         resolved = overrides.resolve_config(options.preset, options.overrides, base, options.cores)
@@ -69,7 +68,7 @@ def _resolved(options: argparse.Namespace) -> dict[str, Any] | str:
     return {
         "config": resolved.to_json(),
         "code_dirs": [str(folder) for folder in resolved.code_dirs()],
-        "data": shards.describe_ready(options.data_dir, resolved.dataset, resolved.source),
+        "data": dataset_record.describe_ready(options.data_dir, resolved.dataset, resolved.source),
     }
 
 

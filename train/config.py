@@ -13,11 +13,10 @@ from typing import Any
 
 from cluster.contract import compatibility, strategies
 from cluster.system.errors import UsageError
-from train.data.arrays import VERSIONS
+from train.data.dataset_record import VERSIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
-from train.settings import heads, references
-from train.settings.field_types import check_choice, check_number, check_range, check_types, option
+from train.settings import parts, references
 from train.settings.parts import OPTIMIZERS, Optimizer, Pipeline, Transformer
 
 __all__ = ["Optimizer", "Pipeline", "TrainConfig", "Transformer"]
@@ -180,36 +179,32 @@ class TrainConfig:
 
     def check(self) -> TrainConfig:
         """Return this configuration; raise UsageError if a value is invalid or conflicts with another."""
-        check_types(self)
+        parts.check_types(self)
         for name, (low, high) in RANGES.items():
-            check_range(name, getattr(self, name), low, high)
+            parts.check_range(name, getattr(self, name), low, high)
         for name, choices in CHOICES.items():
-            check_choice(name, operator.attrgetter(name)(self), choices)
+            parts.check_choice(name, operator.attrgetter(name)(self), choices)
         if self.max_steps is not None:
-            check_range("max_steps", self.max_steps, 1, 10**12)
-        check_number("epochs", self.epochs, "a number above 0", valid=self.epochs > 0)
+            parts.check_range("max_steps", self.max_steps, 1, 10**12)
+        parts.check_number("epochs", self.epochs, "a number above 0", valid=self.epochs > 0)
         try:
             timer.parse_interval(self.checkpoint_every)
         except ValueError:
             raise UsageError(
-                f"{option('checkpoint_every')} {self.checkpoint_every!r}: expected optimizer steps from 1 to "
+                f"--checkpoint-every {self.checkpoint_every!r}: expected optimizer steps from 1 to "
                 "1000000000 such as 200, seconds from 0.1 such as 30s, or auto"
             ) from None
         if self.check_replicas != timer.AUTO and not (
             isinstance(self.check_replicas, int) and self.check_replicas >= 0
         ):
             raise UsageError(
-                f"{option('check_replicas')} {self.check_replicas!r}: expected auto, optimizer steps such as 100, or 0 "
+                f"--check-replicas {self.check_replicas!r}: expected auto, optimizer steps such as 100, or 0 "
                 "for no comparison"
             )
         self.optimizer.check()
         self.transformer.check()
-        heads.parse_losses(self.loss)
-        heads.parse_weights(self.loss_weights)
-        self._check_combinations()
-        return self
-
-    def _check_combinations(self) -> None:
+        parts.parse_losses(self.loss)
+        parts.parse_weights(self.loss_weights)
         if self.callbacks == "tutorial" and not self.callbacks_set_rate:
             raise UsageError(
                 f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the "
@@ -224,13 +219,14 @@ class TrainConfig:
                 f"--num-outputs {self.num_outputs} with --source {self.source}, whose data determines it: omit it"
             )
         if not self.bitwise_elastic:
-            return
+            return self
         option_and_value = f"--bitwise-elastic {self.bitwise_elastic}"
         if self.loop != "custom":
             raise UsageError(f"{option_and_value} with --loop fit: it needs --loop custom")
         if not self.deterministic:
             raise UsageError(f"{option_and_value} with --no-deterministic: it needs --deterministic")
         compatibility.check_micro_batches(self.global_batch, self.bitwise_elastic, self.micro_batches, "virtual shards")
+        return self
 
     def pin(self, cores: int = 0) -> TrainConfig:
         """Return this configuration with `threads` and `onednn` resolved for `cores`, 0 for those of this machine."""
@@ -249,13 +245,13 @@ class TrainConfig:
             if field_name == "dataset" and self.source == "stream":
                 continue  # any TFDS dataset, which sharding checks
             if reference or field_name not in OPTIONAL:
-                references.check_reference(option(field_name), reference, REFERENCES[field_name])
+                references.check_reference(parts.option(field_name), reference, REFERENCES[field_name])
         return self
 
     def references(self) -> list[tuple[str, str]]:
         """Return (field, value) of each field that may name the user's code; `loss` occurs once per head."""
         named = [(name, operator.attrgetter(name)(self)) for name in REFERENCES if name != "loss"]
-        return named + [("loss", loss) for loss in heads.parse_losses(self.loss).values()]
+        return named + [("loss", loss) for loss in parts.parse_losses(self.loss).values()]
 
     def code_dirs(self) -> list[Path]:
         """Return the folders of the user's modules."""
@@ -269,10 +265,8 @@ class TrainConfig:
     @property
     def learning_rate(self) -> float:
         """The learning rate for this global batch, after the warm-up."""
-        settings = self.optimizer
-        return compatibility.scale_rate(
-            settings.learning_rate, settings.scaling, self.global_batch, settings.base_batch
-        )
+        rate, base_batch = self.optimizer.learning_rate, self.optimizer.base_batch
+        return compatibility.scale_rate(rate, self.optimizer.scaling, self.global_batch, base_batch)
 
     @property
     def callbacks_set_rate(self) -> bool:
@@ -299,15 +293,15 @@ class TrainConfig:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
         """Parse the result of `to_json`; ignore settings that this version does not have, with a warning."""
-        parts = {"optimizer": Optimizer, "transformer": Transformer, "pipeline": Pipeline}
-        nested = {name: part(**_known(part, value[name], f"{name}.")) for name, part in parts.items()}
+        part_types = {"optimizer": Optimizer, "transformer": Transformer, "pipeline": Pipeline}
+        nested = {name: part(**_known(part, value[name], f"{name}.")) for name, part in part_types.items()}
         return cls(**(_known(cls, value) | nested)).check()
 
 
 def _known(part: type[Any], value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings that this dataclass of the configuration has; warn of others."""
     known = {item.name for item in fields(part)}
-    if unknown := [option(prefix + name) for name in value if name not in known]:
+    if unknown := [parts.option(prefix + name) for name in value if name not in known]:
         print(
             f"warning: {', '.join(unknown)} of a run's config.json: unknown to this version, ignored", file=sys.stderr
         )

@@ -18,7 +18,7 @@ from train.loops.train_step import TrainStep
 from train.model import optimizers
 from train.model.gradients import GradientPolicy
 from train.model.objectives import Objective
-from train.pipeline.stage_variables import TaskStages
+from train.pipeline.stage_models import TaskStages
 from train.telemetry.positions import Positions
 
 
@@ -66,7 +66,6 @@ class TaskContext:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole training."""
         return self.config.total_steps(self.source.train_examples)
 
     def epoch_of(self, step: int) -> int:
@@ -86,7 +85,6 @@ class TaskContext:
         return -(-(self.epoch_of(step) + 1) * self.source.train_examples // self.config.global_batch)
 
     def new_policy(self) -> GradientPolicy:
-        """Build the optimizer and its gradient policy, with variables on the same devices as the model's."""
         with self.strategy.scope():
             build = self.task_stages.build_optimizer if self.task_stages else None
             optimizer = optimizers.build_for_model(self.config, self.model, self.total_steps, build)
@@ -95,16 +93,9 @@ class TaskContext:
     def new_train_step(self, policy: GradientPolicy, *, unrolled: bool = False) -> TrainStep:
         """Build a training step; if `unrolled`, its graph repeats the operations per micro-batch instead of looping."""
         config, replicas = self.config, 1 if self.asynchronous else self.strategy.num_replicas_in_sync
-        return TrainStep(
-            self.model,
-            policy,
-            self.objective,
-            config.global_batch,
-            replicas,
-            config.micro_batches,
-            unrolled=unrolled,
-            as_function=replicas == 1 and config.micro_batches > 1 and not self.asynchronous,
-        )
+        sizes = config.global_batch, replicas, config.micro_batches
+        as_function = replicas == 1 and config.micro_batches > 1 and not self.asynchronous
+        return TrainStep(self.model, policy, self.objective, *sizes, unrolled=unrolled, as_function=as_function)
 
     def worker_records(self) -> list[StepRecord]:
         """Return the step record of each worker under parameter servers; empty under other strategies."""
@@ -112,7 +103,6 @@ class TaskContext:
         return [StepRecord(self.run, worker.name, self.generation) for worker in workers]
 
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
-        """Return a function that evaluates the model on the whole test split; all tasks call it."""
         # Under parameter servers the chief evaluates alone, as it can read every variable.
         shared = None if self.asynchronous else self.gang
         return evaluation.new_evaluation(shared, self.model, self.objective, self.source, self.positions)

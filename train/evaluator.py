@@ -1,7 +1,6 @@
 """The evaluator task, which evaluates new checkpoints during the training on a separate device."""
 
 import sys
-from pathlib import Path
 
 import tensorflow as tf
 
@@ -24,11 +23,19 @@ def evaluate_checkpoints(context: TaskContext) -> None:
     heartbeat.update(state="evaluating")
     while True:
         last = stop.is_set()
-        if saved := _find_new(run.checkpoints, done, unreadable):
-            try:
-                saved_weights.load_evaluated(context.config, context.model, saved.prefix)
-            except (tf.errors.OpError, OSError):  # a newer checkpoint may have replaced it
-                _skip(saved, "TensorFlow cannot read it", unreadable)
+        readable = (saved for saved in list_finished(run.checkpoints) if _written(saved) not in unreadable)
+        if (saved := next(readable, None)) and saved.step not in done:  # older ones no longer matter
+            if (damage := saved.damage()) is None:
+                try:
+                    saved_weights.load_evaluated(context.config, context.model, saved.prefix)
+                except (tf.errors.OpError, OSError):  # a newer checkpoint may have replaced it
+                    damage = "TensorFlow cannot read it"
+            if damage:
+                if written := _written(saved):  # otherwise a newer one has just replaced it
+                    unreadable.add(written)  # so that it is read once, not twice a second
+                    print(
+                        f"warning: checkpoint of step {saved.step} is damaged ({damage}) and not evaluated", flush=True
+                    )
                 continue
             results = evaluate()
             epoch = context.config.epoch(saved.step, context.source.train_examples)
@@ -41,26 +48,6 @@ def evaluate_checkpoints(context: TaskContext) -> None:
             return
         else:
             stop.wait(POLL_S)
-
-
-def _find_new(folder: Path, done: set[int], unreadable: set[tuple[int, int] | None]) -> Saved | None:
-    """Return the newest intact checkpoint; None if it has been evaluated, as older ones no longer matter."""
-    for saved in list_finished(folder):
-        if saved.step in done:
-            return None
-        if _written(saved) in unreadable:
-            continue
-        if (damage := saved.damage()) is None:
-            return saved
-        _skip(saved, damage, unreadable)
-    return None
-
-
-def _skip(saved: Saved, why: str, unreadable: set[tuple[int, int] | None]) -> None:
-    """Skip an unreadable checkpoint; warn of it unless a newer one has just replaced it."""
-    if written := _written(saved):
-        unreadable.add(written)  # so that it is read once, not twice a second
-        print(f"warning: checkpoint of step {saved.step} is damaged ({why}) and not evaluated", flush=True)
 
 
 def _written(saved: Saved) -> tuple[int, int] | None:

@@ -8,7 +8,9 @@ import threading
 from pathlib import Path
 
 import tensorflow as tf
+from tensorflow import keras
 
+from cluster.contract import settings
 from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import membership
@@ -18,7 +20,7 @@ from cluster.contract.spec import Role, Task
 from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed
 from cluster.system.json_files import DISK_FULL, read_json
 from cluster.system.messages import COMMAND, system_error
-from train import determinism, evaluator, strategy
+from train import evaluator, patches, strategy
 from train.config import TrainConfig
 from train.context import TaskContext
 from train.data import opening
@@ -27,10 +29,12 @@ from train.loops import custom, fit
 from train.loops.loop import Steps
 from train.loops.training import Setup
 from train.model import initial_weights, layer_state, models, objectives
-from train.pipeline.stage_variables import TaskStages
+from train.model.export import is_legacy
+from train.patches import exact_order
+from train.pipeline.stage_models import TaskStages
 from train.startup import rehearsal
 from train.telemetry import environment
-from train.telemetry.links import Links
+from train.telemetry.positions import Links
 
 tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and every second trace
 
@@ -48,7 +52,7 @@ class Program:
         generation, restarts = int(os.environ.get("GENERATION", "0")), int(os.environ.get("RESTARTS", "0"))
         self.spec = membership.cluster(run, generation)
         self.config = TrainConfig.from_json(read_json(run.config))
-        determinism.configure_threads(self.config)
+        configure_threads(self.config)
         self.heartbeat = HeartbeatWriter(run, task, generation, restarts)
         self.stop = threading.Event()
         self._setup: Setup | None = None
@@ -101,10 +105,18 @@ class Program:
     def _task_context(self) -> TaskContext:
         """Form the cluster, then build everything else, because collectives require the strategy first."""
         config = self.config
-        gang = self._strategy()
+        if self.task.role == Role.EVALUATOR:
+            gang = tf.distribute.get_strategy()
+        else:
+            gang = strategy.build_strategy(self.spec, strategy.configure_devices(self.spec.devices))
         # Only one task uses a stage's variables, so they are plain ones.
         scope_strategy = tf.distribute.get_strategy() if self.spec.kind.staged else gang
-        determinism.configure_operations(config)
+        keras.utils.set_random_seed(config.seed)
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
+        if not is_legacy():
+            patches.apply()
+        exact_order.keep_order_of_sums(config.micro_batches, deterministic=config.deterministic)
         source = self._open_source()
 
         new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)
@@ -135,18 +147,20 @@ class Program:
     def _open_source(self) -> Source:
         return opening.open_source(self.config, Path(os.environ.get("DATA_DIR", "data")), self.run)
 
-    def _strategy(self) -> tf.distribute.Strategy:
-        if self.task.role == Role.EVALUATOR:
-            return tf.distribute.get_strategy()
-        return strategy.build_strategy(self.spec, strategy.configure_devices(self.spec.devices))
-
 
 def rehearse(run: RunFolder) -> None:
     """Prepare a standby process for a later generation without forming a cluster."""
     config = TrainConfig.from_json(read_json(run.config))
     if rehearsal.can_rehearse(config):
-        determinism.configure_threads(config)
+        configure_threads(config)
         rehearsal.rehearse_step()
+
+
+def configure_threads(config: TrainConfig) -> None:
+    """Set the numbers of threads. Call before any device is used, because that fixes them for the process."""
+    tf.config.threading.set_intra_op_parallelism_threads(config.threads)
+    for name, value in settings.one_core_threads().items():
+        os.environ.setdefault(name, value)
 
 
 def describe_lost_contact(error: Exception) -> str:

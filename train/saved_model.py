@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.contract.compatibility import precision_of
+from cluster.contract.recovery import checkpoint_files
 from cluster.contract.run.folder import RunFolder
 from cluster.system import quiet
 from cluster.system.errors import ClusterError, PrerequisiteError
@@ -84,11 +85,7 @@ def main(arguments: list[str]) -> int:
 
 
 def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
-    """Evaluate a run's newest checkpoint on the whole test split; return its step and the results.
-
-    Raises:
-        PrerequisiteError: there is no intact checkpoint, or the data is not prepared.
-    """
+    """Evaluate a run's newest intact checkpoint on the whole test split; return its step and the results."""
     source, config, model, step = _restore(run, data_dir, as_trained=True)
     import tensorflow as tf
 
@@ -118,33 +115,24 @@ def export(run: RunFolder, data_dir: Path) -> int:
 def _restore(
     run: RunFolder, data_dir: Path, *, as_trained: bool = False
 ) -> tuple[Source, TrainConfig, keras.Model, int]:
-    """Return a run's data and configuration, its model with the newest checkpoint's weights, and that step.
-
-    The model computes in float32, or with `as_trained` in the precision of the run.
-    """
+    """Return a run's data, configuration, model with the newest weights, in float32 or `as_trained`, and their step."""
     config, cluster = TrainConfig.from_json(read_json(run.config)), run.load_cluster()
     preload.set_variables(config, cluster.strategy)  # as in the training: oneDNN changes bits, in bfloat16 considerably
     with quiet.imports():
+        import tensorflow as tf
+
         from train import strategy
         from train.data import opening
         from train.model import models
-        from train.pipeline import stage_variables
+        from train.pipeline import stage_models
+        from train.saving import saved_weights
 
     source = opening.open_source(config, data_dir, run)
     new_model = partial(models.build_configured, config, source.feature_shape, source.num_outputs)
     precision = precision_of(cluster.strategy, config.precision)
     with strategy.precision_policy(precision if as_trained else "fp32"):
         model = new_model()
-    built = None if as_trained else stage_variables.as_trained(new_model, precision)
-    return source, config, model, _restore_newest(run, config, model, built)
-
-
-def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, built: keras.Model | None) -> int:
-    import tensorflow as tf
-
-    from cluster.contract.recovery import checkpoint_files
-    from train.saving import saved_weights
-
+    built = None if as_trained else stage_models.as_trained(new_model, precision)
     warn = partial(print, file=sys.stderr)  # standard output may be JSON
     for _ in range(RESTORE_TRIES):
         newest = checkpoint_files.find_newest_good(run.checkpoints, warn)
@@ -155,7 +143,7 @@ def _restore_newest(run: RunFolder, config: TrainConfig, model: keras.Model, bui
         except (tf.errors.NotFoundError, FileNotFoundError):
             time.sleep(0.1)  # a newer one has just replaced it
         else:
-            return newest.step
+            return source, config, model, newest.step
     raise PrerequisiteError(f"run {run.name} has no intact checkpoint in {run.checkpoints}; see its log")
 
 

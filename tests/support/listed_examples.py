@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from train.data.batches import BatchSlice, Replicas
-from train.data.function.calling import Shard
+from train.data.dataset_record import ShardRecord
+from train.data.function.reading import Shard
 from train.data.prepare import sharding
-from train.data.shards import ShardRecord
 from train.data.sources import Source
 
 Examples = Sequence[tuple[Any, ...]]

@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from train import strategy as strategies
 from train.config import Optimizer, TrainConfig
-from train.data import arrays, feeds, opening
+from train.data import feeds, opening
 from train.data.batches import VirtualShards
+from train.data.prepare.preparation import write_arrays
 from train.data.sources import Source
 from train.elastic.shard_step import ElasticTrainStep
 from train.loops import steps
@@ -52,7 +53,7 @@ def prepare(data_dir: Path) -> Source:
     weights[:5] = 0
     parts = (features, labels, weights)
     splits = {"train": tuple(x[:NUM_TRAIN] for x in parts), "test": tuple(x[NUM_TRAIN:] for x in parts)}
-    arrays.write_arrays(data_dir, "own:weighted", "1", splits)
+    write_arrays(data_dir, "own:weighted", "1", splits)
     return opening.open_source(TrainConfig(dataset="own:weighted"), data_dir)
 
 

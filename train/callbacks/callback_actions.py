@@ -1,9 +1,15 @@
-"""The callbacks that a configuration names, and the actions that call them, from both loops."""
+"""The callbacks that a configuration names, their state in a checkpoint, and the actions that call them.
+
+The attributes of a callback that have changed since it was created are saved, as far as `plain_values.py` can encode
+them. Everything else, such as open files, is recreated by each generation, with a warning.
+"""
 
 import contextlib
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +18,41 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
-from train.callbacks import callback_state, plain_values
-from train.callbacks.callback_state import CallbackProgress
+from train.callbacks import plain_values
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, Stop
 from train.saving.checkpoint import Encoded
 from train.settings import references
 from train.telemetry.report import Report
+
+_WITHOUT_STATE = {
+    keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
+    keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
+}
+"""Attributes of Keras's callbacks that belong to a process, not to the training."""
+
+
+@dataclass
+class CallbackProgress:
+    """The state of callbacks in a checkpoint."""
+
+    epoch: int = -1
+    """Index of the current epoch; -1 before training."""
+    steps: int = 0
+    """Steps done in this epoch; 0 once callbacks were called for its end."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Sum of each logged value over these steps."""
+    epoch_logs: dict[str, float] = field(default_factory=dict)
+    results: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int = -1
+    """Steps done at the newest evaluation."""
+    ended_at: int = 0
+    """Total steps of the training that a callback ended; 0 if none did."""
+    callbacks: list[dict[str, bytes]] = field(default_factory=list)
+    """The changed attributes of each callback, encoded."""
+    classes: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Size of each CSVLogger's file in bytes; -1 for another callback or a missing file."""
 
 
 class Callbacks(Action):
@@ -42,7 +76,7 @@ class Callbacks(Action):
                 )
         except ValueError as error:  # from tf_keras under parameter servers, without batch callbacks
             raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
-        self._made = [callback_state.encode_attributes(callback)[0] for callback in self._callbacks]
+        self._made = [encode_attributes(callback)[0] for callback in self._callbacks]
         self._lost: set[str] = set()
         encoded = state.encoded.numpy()
         self._progress = CallbackProgress(**plain_values.decode_value(encoded)) if encoded else CallbackProgress()
@@ -51,10 +85,7 @@ class Callbacks(Action):
         """Whether a callback has requested the end of training."""
 
     def begin(self, first: int, evaluate: Callable[[], None]) -> None:
-        """Begin training after `first` steps, or resume it with the state that callbacks had then.
-
-        Every task calls `evaluate`, which evaluates on the test split if that is due.
-        """
+        """Begin or resume training after `first` steps; every task calls `evaluate`, which checks if one is due."""
         restored, epoch = self._progress, self._context.epoch_of(first)
         classes = [type(callback).__name__ for callback in self._callbacks]
         resumes = restored.epoch >= 0 and restored.classes == classes
@@ -63,12 +94,12 @@ class Callbacks(Action):
         with contextlib.ExitStack() as stack:
             if resumes:  # the state has their effects; these calls only open files and the like
                 stack.enter_context(self._same_variables())
-                stack.enter_context(callback_state.appending(self._callbacks, restored.sizes))
+                stack.enter_context(appending(self._callbacks, restored.sizes))
             self._list.on_train_begin()
             if within or restored.steps:
                 self._list.on_epoch_begin(restored.epoch)
         if resumes:
-            self._warn("state was not restored", callback_state.restore_attributes(self._callbacks, restored))
+            self._warn("state was not restored", restore_attributes(self._callbacks, restored))
         elif restored.epoch >= 0:
             self._warn("these are not the callbacks of the checkpoint; they start with their initial state", [""])
         self._model.stop_training = False
@@ -89,7 +120,6 @@ class Callbacks(Action):
 
     @contextlib.contextmanager
     def _same_variables(self) -> Iterator[None]:
-        """Restore the values of the model's and the optimizer's variables on exit."""
         optimizer = getattr(self._model.optimizer, "variables", ())
         variables = [*self._model.variables, *(optimizer() if callable(optimizer) else optimizer)]
         before = [_value(variable) for variable in variables]
@@ -99,16 +129,13 @@ class Callbacks(Action):
                 variable.assign(value)
 
     def begin_epoch(self, step: int) -> None:
-        """Begin the epoch of the step after `step`."""
         self._progress.epoch, self._progress.steps, self._progress.sums = self._context.epoch_of(step), 0, {}
         self._list.on_epoch_begin(self._progress.epoch)
 
     def before(self, step: int) -> None:
-        """Begin a batch after `step` steps."""
         self._list.on_train_batch_begin(step - self._context.epoch_begin(step))
 
     def after(self, progress: CallProgress) -> None:
-        """End the batch of a call."""
         values = progress.result.values.items()
         sums = {name: float(array.sum(dtype=np.float64)) for name, array in values}
         self.end_batch(progress.step, len(progress.result.losses), sums)
@@ -120,7 +147,6 @@ class Callbacks(Action):
         self._note_stop()
 
     def add(self, count: int, sums: Mapping[str, float]) -> None:
-        """Add steps of this epoch and the sums of their values."""
         self._progress.steps += count
         self._progress.sums = {name: self._progress.sums.get(name, 0.0) + value for name, value in sums.items()}
 
@@ -132,7 +158,6 @@ class Callbacks(Action):
         self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self.report.results.items()})
 
     def end_epoch(self, step: int) -> None:
-        """End the epoch of `step`."""
         logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in self.report.results.items()}
         self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._progress.epoch_logs = logs
@@ -168,14 +193,14 @@ class Callbacks(Action):
             {name: encoded for name, encoded in now.items() if made.get(name) != encoded}
             for now, made in zip(self._encoded(), self._made, strict=True)
         ]
-        progress.sizes = [callback_state.size_of_file(callback) for callback in self._callbacks]
+        progress.sizes = [size_of_file(callback) for callback in self._callbacks]
         self._state.encoded.assign(plain_values.encode_value(vars(progress)))
 
     def _encoded(self) -> list[dict[str, bytes]]:
         """Return the encoded attributes of each callback; warn once of those that cannot be encoded."""
         encoded, lost = [], set()
         for callback in self._callbacks:
-            values, others = callback_state.encode_attributes(callback)
+            values, others = encode_attributes(callback)
             encoded.append(values)
             lost |= {f"{type(callback).__name__}.{name} ({kind})" for name, kind in others.items()}
         self._warn("a restart does not keep", lost - self._lost)
@@ -212,6 +237,54 @@ class CallEpochs(Periodic):
 
 def _value(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
+
+
+def encode_attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
+    encoded, lost = {}, {}
+    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
+    for name, value in plain_values.attributes_of(callback).items():
+        if name in skipped:
+            continue
+        try:
+            encoded[name] = plain_values.encode_value(value, in_place=True)
+        except (TypeError, RecursionError):
+            lost[name] = type(value).__name__
+    return encoded, lost
+
+
+def restore_attributes(callbacks: Sequence[Any], progress: CallbackProgress) -> list[str]:
+    """Restore the attributes of callbacks; return the names of those that could not be restored."""
+    lost = []
+    for callback, values in zip(callbacks, progress.callbacks, strict=True):
+        for name, encoded in values.items():
+            try:
+                setattr(callback, name, plain_values.decode_value(encoded, getattr(callback, name, None)))
+            except ValueError:
+                lost.append(f"{type(callback).__name__}.{name}")
+    return lost
+
+
+def size_of_file(callback: Any) -> int:
+    """Return the size of a CSVLogger's file; -1 for another callback."""
+    path = Path(callback.filename) if isinstance(callback, keras.callbacks.CSVLogger) else None
+    return path.stat().st_size if path and path.is_file() else -1
+
+
+@contextlib.contextmanager
+def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+    """Make each CSVLogger that is opened inside truncate its file to the saved size and append to it."""
+    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=False) if size >= 0]
+    before = [callback.append for callback, _ in loggers]
+    for callback, size in loggers:
+        callback.append = True
+        if size_of_file(callback) > size:
+            os.truncate(callback.filename, size)
+    try:
+        yield
+    finally:
+        for (callback, _), append in zip(loggers, before, strict=True):
+            callback.append = append
 
 
 def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:

@@ -234,7 +234,6 @@ class _Decoder:
 
 
 def _name(value: Any) -> str:
-    """Return the name of a function, of a method or of an object's type."""
     function_or_type = value if isinstance(value, types.FunctionType) else getattr(value, "__func__", type(value))
     return str(function_or_type.__qualname__)
 

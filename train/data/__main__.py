@@ -17,10 +17,8 @@ from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, Pre
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 from train.data import store
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import DatasetRecord, is_user_dataset
+from train.data.dataset_record import ArrayRecord, DatasetRecord, ShardRecord, is_user_dataset
 from train.data.prepare.preparation import prepare_dataset, say
-from train.data.shards import ShardRecord
 from train.settings import references
 
 
@@ -55,34 +53,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(arguments: argparse.Namespace, written: list[Path]) -> dict[str, Any]:
-    """Prepare, shard or examine a dataset; return what `_described` does."""
+    """Prepare, shard or examine a dataset, add its files to `written`, and return its description."""
     name, data_dir, fresh, began = arguments.name, arguments.data_dir.absolute(), arguments.fresh, time.monotonic()
+    record: DatasetRecord
     if arguments.command == "prepare":
         if is_user_dataset(name):
             references.check_reference("--name", name, ())
-        return _described(prepare_dataset(name, data_dir, fresh), data_dir, began, written)
-    with quiet.imports():  # they import TensorFlow
-        from train.data.function.examine import examine_function
-        from train.data.prepare.sharding import write_shards
-    if arguments.command == "shard":
-        record: DatasetRecord = write_shards(
-            name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=fresh
-        )
-        return _described(record, data_dir, began, written)
-    data_dir = data_dir.resolve()
-    record = examine_function(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=fresh)
-    return _described(record, data_dir, began, written)
-
-
-def _described(record: DatasetRecord, data_dir: Path, began: float, written: list[Path]) -> dict[str, Any]:
-    """Describe a dataset that was prepared since `began`, by `time.monotonic`, and add its files to `written`."""
-    pointer = store.pointer_of(data_dir, record.kind, record.name)
-    written += [pointer, record.path(data_dir, record.name, record.version), *(file.path for file in record.files)]
+        record = prepare_dataset(name, data_dir, fresh)
+    else:
+        with quiet.imports():  # they import TensorFlow
+            from train.data.function.examine import examine_function
+            from train.data.prepare.sharding import write_shards
+        if arguments.command == "shard":
+            record = write_shards(name, data_dir, num_shards=arguments.shards, size=arguments.size, fresh=fresh)
+        else:
+            data_dir = data_dir.resolve()
+            record = examine_function(name, data_dir, arguments.num_outputs, seed=arguments.seed, fresh=fresh)
+    pointer = store.pointer_of(data_dir, record.kind, name)
+    written += [pointer, record.path(data_dir, name, record.version), *(file.path for file in record.files)]
     return {"text": str(record), "version": record.version, "seconds": time.monotonic() - began}
 
 
 def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespace) -> int:
-    """Run the command in another process, because it calls a user's function, and print the result."""
     if user_code.RESULT_FILE in os.environ:
         written: list[Path] = []
         return user_code.reply(lambda: _write(arguments, written), written)
@@ -93,7 +85,6 @@ def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespac
 
 
 def _verify(name: str, data_dir: Path) -> None:
-    """Verify the arrays and the shards of a dataset; either may be missing."""
     missing = []
     for kind in (ArrayRecord, ShardRecord):
         try:

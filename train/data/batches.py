@@ -49,7 +49,6 @@ class Replicas:
 
     @property
     def numbers(self) -> range:
-        """The numbers of these replicas in the cluster."""
         return range(self.first, self.first + self.count)
 
 
@@ -77,29 +76,20 @@ class VirtualShards:
 
     def list_shards(self, replica: tf.Tensor) -> tf.Tensor:
         """Return the shards of a replica, `[n] int64`; `replica` is an int64 scalar tensor."""
-        firsts = tf.constant(self._firsts, tf.int64)
-        return tf.range(firsts[replica], firsts[replica + 1])
+        return tf.range(self._firsts[replica], self._firsts[replica + 1])
 
     def place(self, shard: tf.Tensor) -> tf.Tensor:
         """Return a shard's index among those of its replica, int64 scalar."""
-        firsts = tf.constant(self._firsts, tf.int64)
-        return shard - tf.reduce_max(tf.where(firsts <= shard, firsts, 0))
+        return shard - tf.reduce_max(tf.where(self._firsts <= shard, self._firsts, 0))
 
     @property
-    def _firsts(self) -> list[int]:
-        return [self.first(replica) for replica in range(self.replicas + 1)]
+    def _firsts(self) -> tf.Tensor:
+        return tf.constant([self.first(replica) for replica in range(self.replicas + 1)], tf.int64)
 
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """The infinite training batches of one input pipeline: for each step, one batch for each of its replicas.
-
-    Attributes:
-        global_batch: examples of one update over all replicas; a multiple of their number.
-        seed: seed of the order.
-        first_step: optimizer steps done before the first batch.
-        replicas: the replicas of the pipeline.
-    """
+    """The infinite training batches of one input pipeline: for each step, one batch for each of its replicas."""
 
     global_batch: int
     seed: int
@@ -114,7 +104,6 @@ class BatchSlice:
 
     @property
     def replica_batch(self) -> int:
-        """Examples of one replica at one step."""
         return self.global_batch // self.replicas.total
 
 
@@ -156,21 +145,6 @@ def eval_dataset(
     if num_batches * replica_batch * split.example_bytes <= EVAL_CACHE_BYTES:
         dataset = dataset.cache()
     return without_sharding(dataset.prefetch(tf.data.AUTOTUNE))
-
-
-def by_step(
-    batch: Callable[[tf.Tensor, tf.Tensor], Batch],
-    positions: tf.data.Dataset,
-    replicas: Replicas,
-    first_step: int | tf.Tensor = 0,
-) -> tf.data.Dataset:
-    """Return a dataset with one batch for each replica, step by step; `positions` counts the batches from 0."""
-
-    def at(position: tf.Tensor) -> Batch:
-        return batch(first_step + position // replicas.count, replicas.first + position % replicas.count)
-
-    batches = positions.map(at, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
 
 
 def rebatch(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:

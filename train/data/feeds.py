@@ -22,19 +22,25 @@ import tensorflow as tf
 from cluster.system.errors import UsageError
 from train import named
 from train.data import blocks
-from train.data.batches import (
-    Batch,
-    BatchSlice,
-    Replicas,
-    VirtualShards,
-    by_step,
-    eval_batches,
-    rebatch,
-    without_sharding,
-)
-from train.data.dataset_record import DataFile, Leaf, Split
+from train.data.batches import Batch, BatchSlice, Replicas, VirtualShards, eval_batches, rebatch, without_sharding
+from train.data.dataset_record import Split
 from train.data.sources import Examples, Source
 from train.named import Named
+
+
+def by_step(
+    batch: Callable[[tf.Tensor, tf.Tensor], Batch],
+    positions: tf.data.Dataset,
+    replicas: Replicas,
+    first_step: int | tf.Tensor = 0,
+) -> tf.data.Dataset:
+    """Return a dataset with one batch for each replica, step by step; `positions` counts the batches from 0."""
+
+    def at(position: tf.Tensor) -> Batch:
+        return batch(first_step + position // replicas.count, replicas.first + position % replicas.count)
+
+    batches = positions.map(at, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return without_sharding(batches.prefetch(tf.data.AUTOTUNE))
 
 
 class IndexedSource(Source):
@@ -93,17 +99,14 @@ _ROUNDS = 8
 
 def load_examples(split: Split) -> ArrayExamples:
     """Read a whole split of arrays and check its blocks, eagerly or inside a graph."""
-    parts = split.join(
-        _read_array(file, leaf, split.num_examples) for file, leaf in zip(split.files, split.leaves, strict=True)
-    )
-    return ArrayExamples(parts["features"], parts["labels"], parts.get("weights"))
-
-
-def _read_array(file: DataFile, leaf: Leaf, num_examples: int) -> tf.Tensor:
+    arrays = []
     with tf.device("CPU:0"):
-        raw = blocks.read_checked(str(file.path), file.blocks)
-        flat = tf.io.decode_raw(raw, tf.as_dtype(leaf.dtype), little_endian=True)
-        return tf.reshape(flat, [num_examples, *leaf.shape])
+        for file, leaf in zip(split.files, split.leaves, strict=True):
+            raw = blocks.read_checked(str(file.path), file.blocks)
+            flat = tf.io.decode_raw(raw, tf.as_dtype(leaf.dtype), little_endian=True)
+            arrays.append(tf.reshape(flat, [split.num_examples, *leaf.shape]))
+    parts = split.join(arrays)
+    return ArrayExamples(parts["features"], parts["labels"], parts.get("weights"))
 
 
 def train_indices(step: tf.Tensor, replica: tf.Tensor, batch_slice: BatchSlice, num_examples: int) -> tf.Tensor:
@@ -179,11 +182,9 @@ def eval_batch(
 class Feed:
     """The source of the batches of one loop.
 
-    Attributes:
-        next: called once per step, in cross-replica context; its result is passed to each replica.
-        batch: called by each replica with that result, the step and the number of the replica or of one of its virtual
-            shards; returns its batch.
-        ahead: whether `next` may be called one step early, so that a batch can arrive during the step before.
+    `next` is called once per step, in cross-replica context; each replica gets its result. `batch` is called by each
+    replica with that result, the step and the number of the replica or of one of its virtual shards. With `ahead`,
+    `next` may be called one step early, so that a batch can arrive during the step before.
     """
 
     next: Callable[[], Any]

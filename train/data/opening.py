@@ -8,12 +8,10 @@ from cluster.system.json_files import create_json, read_json
 from cluster.system.messages import COMMAND
 from train.config import TrainConfig
 from train.data import blocks
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import SPLITS
+from train.data.dataset_record import SPLITS, ArrayRecord, ShardRecord
 from train.data.feeds import ArraySource
 from train.data.function import reading
-from train.data.function.calling import DATASET, FunctionRecord
-from train.data.shards import ShardRecord
+from train.data.function.reading import DATASET, FunctionRecord
 from train.data.sources import Source
 from train.data.stream import ShardSource
 

@@ -69,12 +69,10 @@ class Source(abc.ABC):
 
     @property
     def weighted(self) -> bool:
-        """Whether training examples have weights."""
         return "weights" in self.record.train.example
 
     @property
     def train_examples(self) -> int:
-        """Examples in an epoch."""
         return self.record.train.num_examples
 
     @property
@@ -87,10 +85,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def train_dataset(self, batch_slice: BatchSlice) -> tf.data.Dataset:
-        """Return the infinite batches of a slice: one for each replica, step by step.
-
-        Their shapes are static, as `tf.distribute.Strategy.distribute_datasets_from_function` requires.
-        """
+        """Return the infinite batches of a slice, of static shapes: one for each replica, step by step."""
 
     @abc.abstractmethod
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:

@@ -12,6 +12,7 @@ of that while it is shuffled; and the bytes of a shard while it is checked. More
 Shapes: S shards, W shards of a window, n examples of a window, G global batch, B replica batch, L replicas of a task.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,21 +65,15 @@ def _counts(split: Split) -> tf.Tensor:
     return tf.constant([file.num_examples for file in split.files], tf.int64)
 
 
-def _num_windows(split: Split) -> int:
-    return -(-len(split.files) // WINDOW_SHARDS)
-
-
-def _epoch_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
-    return _fold(tf.constant([seed, 0], tf.int64), epoch)
-
-
-def _fold(key: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-    return tf.random.fold_in(key, number, alg="philox")  # the default algorithm depends on the device
+def _key(seed: int, epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    """Return the key of a shuffle in an epoch: 0 that of the shards, above 0 that of a window's examples."""
+    fold = functools.partial(tf.random.fold_in, alg="philox")  # the default algorithm depends on the device
+    return fold(fold(tf.constant([seed, 0], tf.int64), epoch), number)
 
 
 def _order(split: Split, seed: int, epoch: tf.Tensor) -> tf.Tensor:
     """Return the order of the shards in an epoch, `[S] int64`."""
-    key = _fold(_epoch_key(seed, epoch), tf.constant(0, tf.int64))
+    key = _key(seed, epoch, tf.constant(0, tf.int64))
     return tf.random.experimental.stateless_shuffle(tf.range(len(split.files), dtype=tf.int64), key, alg="philox")
 
 
@@ -90,15 +85,16 @@ def _find_position(split: Split, seed: int, position: int) -> tuple[tf.Tensor, t
         counts_S = tf.gather(_counts(split), _order(split, seed, epoch))
         starts = tf.cumsum(counts_S, exclusive=True)[::WINDOW_SHARDS]
         window = tf.searchsorted(starts, [left], side="right", out_type=tf.int64)[0] - 1
-        return epoch * _num_windows(split) + window, left - starts[window]
+        return epoch * tf.size(starts, tf.int64) + window, left - starts[window]
 
 
 def _read_window(split: Split, seed: int, number: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
     """Return one window as a dataset of one element: its shuffled records, `[n] string`, without the skipped ones."""
-    epoch, window = number // _num_windows(split), number % _num_windows(split)
+    num_windows = -(-len(split.files) // WINDOW_SHARDS)
+    epoch, window = number // num_windows, number % num_windows
     shards_W = _order(split, seed, epoch)[window * WINDOW_SHARDS : (window + 1) * WINDOW_SHARDS]
     count = tf.reduce_sum(tf.gather(_counts(split), shards_W))
-    key = _fold(_epoch_key(seed, epoch), window + 1)
+    key = _key(seed, epoch, window + 1)
 
     def shuffle(raw_n: tf.Tensor) -> tf.Tensor:
         size = tf.size(raw_n, tf.int64)
@@ -113,10 +109,7 @@ def _read_window(split: Split, seed: int, number: tf.Tensor, skipped: tf.Tensor)
 
 
 def _interleave(split: Split, shards_W: tf.Tensor) -> tf.data.Dataset:
-    """Interleave the records of shards, in a fixed order although they are read in parallel.
-
-    The blocks of a shard are checked whenever it is opened.
-    """
+    """Interleave the records of shards, read in parallel, in a fixed order; each shard is checked when it is opened."""
     hashes = tf.ragged.constant([file.blocks for file in split.files], tf.int64).to_tensor()
     blocks_S = tf.constant([len(file.blocks) for file in split.files])
 
@@ -139,7 +132,6 @@ def _interleave(split: Split, shards_W: tf.Tensor) -> tf.data.Dataset:
 
 
 def _parser(split: Split, replica_batch: int) -> Callable[[tf.Tensor], Batch]:
-    """Return a function that parses a replica's records of one step, `[B] string`."""
     features_leaf, labels_leaf = split.example["features"], split.example["labels"]
     fields = {
         "features": tf.io.FixedLenFeature([], tf.string),

@@ -50,7 +50,16 @@ def read_dataset(name: str) -> UserDataset:
             raise UsageError(f"dataset {name} takes arguments; add -- --source function if they are (split, shard)")
         returned = references.call_user_function("--dataset", name, function)
     with references.user_errors(f"dataset {name} returns a value that cannot be converted to arrays"):
-        return _checked(name, returned)
+        if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned) <= {*SPLITS, "classes"}:
+            is_mapping = isinstance(returned, Mapping)
+            got = f"the keys {', '.join(map(str, returned))}" if is_mapping else type(returned).__name__
+            raise UsageError(
+                f'dataset {name} returns {got}; expected a dictionary of "train", "test" and perhaps "classes"'
+            )
+        splits = {split: _split(f"dataset {name}: {split}", returned[split]) for split in SPLITS}
+        classes = _classes(name, returned.get("classes", ()), splits["train"][1])
+        _check(name, classes, splits)
+        return UserDataset(classes, splits, _version(classes, splits))
 
 
 @contextlib.contextmanager
@@ -76,18 +85,6 @@ def _own_tensorflow() -> Iterator[None]:
     imported.Context.ensure_initialized = run_again
     yield
     imported.Context.ensure_initialized = initialize
-
-
-def _checked(name: str, returned: Any) -> UserDataset:
-    if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned) <= {*SPLITS, "classes"}:
-        got = f"the keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else type(returned).__name__
-        raise UsageError(
-            f'dataset {name} returns {got}; expected a dictionary of "train", "test" and perhaps "classes"'
-        )
-    splits = {split: _split(f"dataset {name}: {split}", returned[split]) for split in SPLITS}
-    classes = _classes(name, returned.get("classes", ()), splits["train"][1])
-    _check(name, classes, splits)
-    return UserDataset(classes, splits, _version(classes, splits))
 
 
 def _classes(name: str, returned: Any, labels: Named) -> Named:
@@ -162,19 +159,17 @@ def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -
         both = " and ".join(map(show_example, examples))
         raise UsageError(f"dataset {name}: examples of train and test are {both}; expected the same")
     labels = named.each(lambda *pair: pair, *(splits[split][1] for split in SPLITS))
-    for (which, pair), names_of_head in zip(named.in_words(labels).items(), named.leaves(classes), strict=True):
-        _check_labels(f"dataset {name}:", which, names_of_head, *pair)
-
-
-def _check_labels(subject: str, which: str, classes: tuple[str, ...], train: np.ndarray, test: np.ndarray) -> None:
-    if train.dtype == np.float32:
-        if classes:
-            raise UsageError(f"{subject} classes{which} are named, but the labels are floats; expected whole numbers")
-        return
-    low, high = min(int(train.min()), int(test.min())), max(int(train.max()), int(test.max()))
-    if low < 0 or (classes and high >= len(classes)):
-        most = f"0 to {len(classes) - 1}, a number for each class" if classes else "0 and more"
-        raise UsageError(f"{subject} labels{which} go from {low} to {high}; expected {most}")
+    for (which, (train, test)), names in zip(named.in_words(labels).items(), named.leaves(classes), strict=True):
+        if train.dtype == np.float32:
+            if names:
+                raise UsageError(
+                    f"dataset {name}: classes{which} are named, but the labels are floats; expected whole numbers"
+                )
+            continue
+        low, high = min(int(train.min()), int(test.min())), max(int(train.max()), int(test.max()))
+        if low < 0 or (names and high >= len(names)):
+            most = f"0 to {len(names) - 1}, a number for each class" if names else "0 and more"
+            raise UsageError(f"dataset {name}: labels{which} go from {low} to {high}; expected {most}")
 
 
 def _version(classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> str:

@@ -105,11 +105,7 @@ class ElasticTrainStep(TrainStep):
         return masks.sum_counts(tf.reduce_sum(counts_nO, 0))
 
     def _shard(
-        self,
-        batch_of: Callable[[tf.Tensor], Batch],
-        step: tf.Tensor,
-        shard: tf.Tensor,
-        weights: list[tf.Tensor],
+        self, batch_of: Callable[[tf.Tensor], Batch], step: tf.Tensor, shard: tf.Tensor, weights: list[tf.Tensor]
     ) -> Computed:
         def compute_part(micro_batch: tf.Tensor | None) -> Computed:
             batch = batch_of(shard if micro_batch is None else shard * self.micro_batches + micro_batch)

@@ -35,7 +35,6 @@ class CheckFinite(Action):
         self._policy, self._compare = policy, compare
 
     def after(self, progress: CallProgress) -> None:
-        """Check the losses, and the loss scale of float16."""
         losses = progress.result.losses
         bad = np.flatnonzero(~np.isfinite(losses))
         step = progress.first + int(bad[0]) + 1 if bad.size else progress.step
@@ -64,10 +63,7 @@ class EndTraining(Action):
 
 
 class Trace(Action):
-    """Traces some steps of this task with TensorFlow's profiler, as `invoke profile` requests.
-
-    A request does not change the number of steps of a call, so other tasks are not affected.
-    """
+    """Traces some steps of this task with TensorFlow's profiler, as `invoke profile` requests, without other tasks."""
 
     def __init__(self, run: RunFolder, task: str) -> None:
         self._run = run
@@ -80,7 +76,14 @@ class Trace(Action):
     def before(self, step: int) -> None:
         """Begin a trace if one is requested, unless the call compiles."""
         if self._request is None and self._compiled and self._run.trace_request.exists():
-            self._begin(step)
+            request = records.read_record(self._run.trace_request, TraceRequest.from_json, None)
+            if request is not None and request.task == self._task:
+                try:
+                    tf.profiler.experimental.start(str(self._run.tensorboard(self._task)))
+                except tf.errors.OpError as error:  # a user's callback is already tracing
+                    self._answer(request, error=error.message)
+                else:
+                    self._request, self._first = request, step
         if self._request is not None:
             self._call = tf.profiler.experimental.Trace("train", step_num=step, _r=1)
             self._call.__enter__()
@@ -103,17 +106,6 @@ class Trace(Action):
             else:
                 self._answer(request, first=self._first + 1, last=step)
 
-    def _begin(self, step: int) -> None:
-        request = records.read_record(self._run.trace_request, TraceRequest.from_json, None)
-        if request is None or request.task != self._task:
-            return
-        try:
-            tf.profiler.experimental.start(str(self._run.tensorboard(self._task)))
-        except tf.errors.OpError as error:  # a user's callback is already tracing
-            self._answer(request, error=error.message)
-        else:
-            self._request, self._first = request, step
-
     def _answer(self, request: TraceRequest, **answer: Any) -> None:
         write_json(self._run.trace_answer, {"id": request.id, "task": self._task, **answer})
         current = records.read_record(self._run.trace_request, TraceRequest.from_json, None)
@@ -134,12 +126,9 @@ class Evaluate(Periodic):
         """`new_evaluation` is a factory of the evaluation function, which all tasks call."""
         steps = context.config.evaluate_every
         super().__init__(every(steps) if steps else context.epoch_end)
-        self._report, self._new_evaluation = report, new_evaluation
+        self._report = report
+        self._measure = functools.cache(new_evaluation)  # called late: the first step does not wait for the test split
         self._callbacks, self._total = callbacks, context.total_steps
-
-    @functools.cached_property
-    def _measure(self) -> Callable[[], dict[str, float]]:
-        return self._new_evaluation()  # created late, so that the first step does not wait for the test split
 
     def after(self, progress: CallProgress) -> None:
         if self.due(progress):
@@ -147,7 +136,7 @@ class Evaluate(Periodic):
 
     def evaluate(self, step: int) -> None:
         with self._callbacks.evaluating() if self._callbacks else contextlib.nullcontext():
-            self._report.evaluate(step, self._measure)
+            self._report.evaluate(step, self._measure())
 
     def catch_up(self, first: int) -> None:
         """On resuming, run the evaluation that was due when the training stopped."""
@@ -201,10 +190,7 @@ class KeepSnapshot(Action):
         prepare: Callable[[int], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prepare` is called before each snapshot and returns the seconds that it waited for slower tasks.
-
-        These are not a cost, because the next step would otherwise wait as long.
-        """
+        """`prepare` returns the seconds that it waited for slower tasks: no cost, as the next step would wait."""
         self._snapshots, self._checkpoint, self._prepare = snapshots, checkpoint, prepare
         self._clock, self._began = clock, clock() - self.AHEAD_S
         self._step_s = self._cost_s = self._spent_s = 0.0

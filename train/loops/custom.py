@@ -27,10 +27,7 @@ def prepare(context: TaskContext) -> Setup:
 
 
 def rehearse_steps(setup: Setup) -> Steps:
-    """Do one step in a standby process and undo it, so that nothing is left to trace or compile; return the steps.
-
-    What the model prints in this step is discarded.
-    """
+    """Do one step in a standby process, silently, and undo it; return the steps, now traced and compiled."""
     setup.gather(0)
     steps = _synchronous(setup, 0)
     with quiet.silence(), snapshots.unchanged(setup.checkpoint.tree):
@@ -40,17 +37,17 @@ def rehearse_steps(setup: Setup) -> Steps:
 
 
 def train(setup: Setup, rehearsed: Steps | None = None) -> None:
-    """Train from the newest checkpoint to the end or a stop, then save, evaluate and report.
-
-    `rehearsed` are the steps if they have been traced already.
-    """
+    """Train from the newest checkpoint to the end or a stop; `rehearsed` are steps that have been traced already."""
     context, config = setup.context, setup.context.config
     first = setup.restore()
     pipeline = PipelineSteps(context, setup.policy) if context.spec.kind.staged else None
     if pipeline:
         steps: Steps = pipeline.run
     elif context.asynchronous:
-        steps = _asynchronous(setup)
+        # Unroll, because a remote worker hangs in a loop that counts unmasked positions before another loop.
+        train_step = context.new_train_step(setup.policy, unrolled=masks.may_begin_in(context.model))
+        data, workers = (context.strategy, train_step, context.source), context.worker_records()
+        steps = AsynchronousSteps(*data, workers, seed=config.seed, steps_per_loop=config.steps_per_loop)
     else:
         steps = rehearsed or _synchronous(setup, first)
     if config.callbacks:
@@ -76,21 +73,6 @@ def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
     if shards := config.bitwise_elastic:
         cut, parts = VirtualShards(shards, replicas), (context.model, setup.policy, context.objective)
         train_step = ElasticTrainStep(*parts, config.global_batch, shards, config.micro_batches, shards=cut)
-    feed = train_feed(
-        context.strategy, context.source, first, config.global_batch, config.seed, cut, config.micro_batches
-    )
+    data = context.strategy, context.source, first, config.global_batch, config.seed
+    feed = train_feed(*data, cut, config.micro_batches)
     return SynchronousSteps(context.strategy, train_step, feed, config.steps_per_loop, context.positions)
-
-
-def _asynchronous(setup: Setup) -> AsynchronousSteps:
-    context, config = setup.context, setup.context.config
-    # Unroll, because a remote worker hangs in a loop that counts unmasked positions before another loop.
-    train_step = context.new_train_step(setup.policy, unrolled=masks.may_begin_in(context.model))
-    return AsynchronousSteps(
-        context.strategy,
-        train_step,
-        context.source,
-        context.worker_records(),
-        seed=config.seed,
-        steps_per_loop=config.steps_per_loop,
-    )

@@ -23,11 +23,6 @@ MOST_EXAMPLES = 500
 """Maximum number of test examples per replica and step."""
 
 
-def replica_batch(source: Source) -> int:
-    """Return the number of test examples per replica and step."""
-    return min(MOST_EXAMPLES, source.test_examples)
-
-
 def new_evaluation(
     strategy: tf.distribute.Strategy | None,
     model: keras.Model,
@@ -39,7 +34,7 @@ def new_evaluation(
 
     All tasks call it and share the work on the replicas of `strategy`; without one, this task does all the work.
     """
-    replicas, batch = strategy.num_replicas_in_sync if strategy else 1, replica_batch(source)
+    replicas, batch = strategy.num_replicas_in_sync if strategy else 1, min(MOST_EXAMPLES, source.test_examples)
     batches = eval_batches(source.test_examples, replica_batch=batch, num_replicas=replicas)
     feed = eval_feed(strategy, source, batch)
 
@@ -63,7 +58,11 @@ def new_evaluation(
         totals = repeat(tf.constant(batches, tf.int64), evaluate, start)
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
-    return lambda: summarize(evaluate_all().numpy(), objective, _sum_regularization(model))
+    def measure() -> dict[str, float]:
+        losses = getattr(model, "_get_regularization_losses", lambda: model.losses)  # tf_keras has these outside calls
+        return summarize(evaluate_all().numpy(), objective, sum(float(term) for term in losses()))
+
+    return measure
 
 
 def add_totals(
@@ -92,8 +91,3 @@ def summarize(totals_N2M: np.ndarray, objective: Objective, penalty: float) -> d
         losses = (head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
         means["eval_loss"] = sum(losses)
     return means | {"eval_loss": means["eval_loss"] + penalty}
-
-
-def _sum_regularization(model: keras.Model) -> float:
-    losses = getattr(model, "_get_regularization_losses", lambda: model.losses)  # tf_keras has these outside calls
-    return sum(float(term) for term in losses())

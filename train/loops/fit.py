@@ -12,7 +12,6 @@ import sys
 import time
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from train.model.layer_state import variables_of
 from train.model.objectives import PerExample
 from train.named import Named
 from train.patches import batch_normalization, central_storage, layer_aggregation, placed_seeds
-from train.telemetry.timing import Times
+from train.telemetry.step_timer import Times
 
 
 def train(context: TaskContext) -> None:
@@ -86,9 +85,9 @@ def compile_arguments(context: TaskContext) -> dict[str, Any]:
     """
     objective, classifies, shapes = context.objective, context.source.classifies, context.source.label_shape
     heads: Named = objective.heads or objective
-    losses = named.each(lambda head, *labels: _Loss(_Compared(head.loss, *labels)), heads, classifies, shapes)
+    losses = named.each(lambda head, *labels: _Loss(_compared(head.loss, *labels)), heads, classifies, shapes)
     if not objective.heads:
-        score = _Score(_Compared(objective.score, classifies, shapes), objective.score_name)
+        score = _Score(_compared(objective.score, classifies, shapes), objective.score_name)
         return {"loss": losses, "metrics": [score]}
     name, first = next(iter(objective.heads.items()))
     # With several heads, Keras prefixes a metric's name with the head's.
@@ -96,28 +95,22 @@ def compile_arguments(context: TaskContext) -> dict[str, Any]:
     return {
         "loss": losses,
         "loss_weights": named.each(lambda head: head.weight, heads),
-        "metrics": {name: [_Score(_Compared(first.score, classifies[name], shapes[name]), score_name)]},
+        "metrics": {name: [_Score(_compared(first.score, classifies[name], shapes[name]), score_name)]},
     }
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """A function of labels and outputs, as Keras passes them."""
+def _compared(function: PerExample, classifies: bool, label_shape: tuple[int, ...]) -> PerExample:
+    """Return a function of labels, which Keras may have changed to the rank and type of the outputs, and outputs."""
 
-    function: PerExample
-    classifies: bool
-    label_shape: tuple[int, ...]
+    def compare(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
+        labels = tf.reshape(labels, [-1, *label_shape])
+        return function(tf.cast(labels, tf.int64) if classifies else labels, cast_outputs(outputs_BK))
 
-    def __call__(self, labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
-        """Return the values, `[B] float32`. Keras may have changed the labels to the rank and type of the outputs."""
-        labels = tf.reshape(labels, [-1, *self.label_shape])
-        return self.function(tf.cast(labels, tf.int64) if self.classifies else labels, cast_outputs(outputs_BK))
+    return compare
 
 
 class _Loss(keras.losses.Loss):
-    """A per-example loss for Keras, which averages it over the global batch."""
-
-    def __init__(self, function: _Compared) -> None:
+    def __init__(self, function: PerExample) -> None:
         super().__init__(name="loss")
         self._function = function
 
@@ -133,9 +126,7 @@ class _Loss(keras.losses.Loss):
 
 
 class _Score(keras.metrics.Mean):
-    """The mean of a per-example score."""
-
-    def __init__(self, function: _Compared, name: str) -> None:
+    def __init__(self, function: PerExample, name: str) -> None:
         super().__init__(name)
         self._function = function
 

@@ -30,7 +30,6 @@ class CallProgress:
     """The optimizer steps of the call that has just ended."""
 
     first: int
-    """Steps done before the call."""
     result: LoopResult
     seconds: float
     compiled: bool
@@ -38,7 +37,6 @@ class CallProgress:
 
     @property
     def step(self) -> int:
-        """Steps done after the call."""
         return self.first + len(self.result.losses)
 
 
@@ -88,12 +86,10 @@ class Loop:
     def __init__(self, first: int, actions: Sequence[Action], *, steps_per_loop: int, single: range = range(0)) -> None:
         """Begin after step `first`. Calls have up to `steps_per_loop` steps, or one if begun at a step in `single`."""
         self.step = self._first = first
-        """Steps done."""
         self._actions, self._steps_per_loop, self._single = actions, steps_per_loop, single
         self._max_steps = 1  # doubles from the first call, which compiles, so that a stop is never far away
 
     def begin_call(self) -> int:
-        """Prepare the next call; return the number of its steps."""
         for action in reversed(self._actions):  # the first action encloses the call most closely
             action.before(self.step)
         most = 1 if self.step in self._single else self._max_steps
@@ -114,7 +110,6 @@ class Loop:
         return None
 
     def run(self, steps: Steps, request: Request) -> Stop:
-        """Train until an action returns a reason to stop; return the reason."""
         stop = None
         while stop is None:
             count = self.begin_call()

@@ -1,6 +1,5 @@
 """The inner loop under ParameterServerStrategy: the chief schedules slices of steps on free workers."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -50,8 +49,16 @@ class AsynchronousSteps:
         self._one_step = tf.function(self._trace_step, autograph=False)
         self._slice = tf.function(self._trace_slice, autograph=False)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        dataset = functools.partial(worker_dataset, source, train_step.global_batch, seed)
-        self._iterator = iter(self._coordinator.create_per_worker_dataset(dataset))
+
+        def worker_dataset() -> tf.data.Dataset:
+            if source.in_memory:
+                # One element, the whole split, which the worker reads once and then passes by reference.
+                return tf.data.Dataset.from_tensors(0).map(lambda _: source.examples("train")).cache().repeat()
+            if source.examples("train") is not None:
+                return tf.data.Dataset.from_tensors(0)  # each step reads its batch
+            return source.shuffled_batches(train_step.global_batch, seed)
+
+        self._iterator = iter(self._coordinator.create_per_worker_dataset(worker_dataset))
 
     def __call__(self, first: int, count: int, request: Request = no_request) -> LoopResult:
         # Two slices per worker: a fast worker takes another one while a slow one finishes.
@@ -75,7 +82,10 @@ class AsynchronousSteps:
         examples = iterator.get_next() if self._source.in_memory else self._source.examples("train")
 
         def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
-            batch = self._batch(iterator, examples, first + done)
+            if examples is None:
+                batch = iterator.get_next()
+            else:
+                batch = train_batch(examples, first + done, tf.constant(0, tf.int64), self._batch_slice)
             before_2 = tf.gather(self._recorded_S2, place + done)
 
             def do() -> tf.Tensor:
@@ -89,32 +99,15 @@ class AsynchronousSteps:
 
         return repeat(count, step, tf.zeros(self._no_results.shape))
 
-    def _batch(self, iterator: Any, examples: Any, step: tf.Tensor) -> Batch:
-        if examples is None:
-            return iterator.get_next()
-        return train_batch(examples, step, tf.constant(0, tf.int64), self._batch_slice)
-
     def _trace_step(self, batch: Batch, step: tf.Tensor) -> tf.Tensor:
         train_step, run = self._train_step, self._strategy.run
         if not train_step.accumulates:
-            return run(lambda *args: self._update(self._compute(*args)), args=(batch, step))
-        return run(self._update, args=(train_step.accumulated(self._compute, run, (batch, step)),))
+            return run(lambda *args: train_step.update(self._compute(*args))[0], args=(batch, step))
+        computed = train_step.accumulated(self._compute, run, (batch, step))
+        return run(lambda computed: train_step.update(computed)[0], args=(computed,))
 
     def _compute(self, batch: Batch, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Computed:
         def batch_of(part: tf.Tensor) -> Batch:
             return batch if micro_batch is None else cut_part(batch, part, self._train_step.micro_batches)
 
         return self._train_step.compute(batch_of, step, tf.constant(0, tf.int64), micro_batch)
-
-    def _update(self, computed: Computed) -> tf.Tensor:
-        return self._train_step.update(computed)[0]
-
-
-def worker_dataset(source: Source, global_batch: int, seed: int) -> tf.data.Dataset:
-    """Return a worker's dataset: all examples as one element, or an infinite stream of batches."""
-    if source.in_memory:
-        # One element, the whole split, which the worker reads once and then passes by reference.
-        return tf.data.Dataset.from_tensors(0).map(lambda _: source.examples("train")).cache().repeat()
-    if source.examples("train") is not None:
-        return tf.data.Dataset.from_tensors(0)  # each step reads its batch
-    return source.shuffled_batches(global_batch, seed)

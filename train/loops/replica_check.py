@@ -144,7 +144,9 @@ class FlipBit(Action):
         dice = random.Random(os.urandom(8))  # noqa: S311  # not for cryptography
         replica = dice.randrange(self._replicas)
         variables = [each for each in self._variables() if copy_of(each, replica).dtype == tf.float32]
-        places = {at: self._places(copy_of(each, replica)) for at, each in enumerate(variables)}
+        places = {}
+        for at, each in enumerate(variables):  # the values in which a flipped bit lasts
+            places[at] = np.flatnonzero(np.abs(copy_of(each, replica).numpy()) > self.LEAST)
         if not (used := [at for at, found in places.items() if found.size]):
             return  # all weights are still zero
         remove(self._request)
@@ -155,7 +157,3 @@ class FlipBit(Action):
         copy.assign(values)
         name = getattr(variables[at], "path", copy.name)
         self._run.event(self._task, "flipped", step=step, variable=name, index=index, bit=bit, replica=replica)
-
-    def _places(self, copy: tf.Variable) -> np.ndarray:
-        """Return the indices of the values in which a flipped bit lasts: `[N] int64`."""
-        return np.flatnonzero(np.abs(copy.numpy()) > self.LEAST)

@@ -19,8 +19,7 @@ from train.loops.train_step import TrainStep, repeat
 from train.model import masks
 from train.model.objectives import Objective
 from train.telemetry.positions import Positions
-from train.telemetry.step_timer import Marked, StepTimer
-from train.telemetry.timing import Times
+from train.telemetry.step_timer import Marked, StepTimer, Times
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,10 @@ class Signals:
     """Requests of one task, or the union over all tasks, on which all of them act after the same step."""
 
     stop: bool = False
-    """End the training."""
     save: bool = False
-    """Save a checkpoint."""
     brief: bool = False
     """Do fewer steps per inner call from now on, so that a checkpoint can follow each."""
     snapshot: bool = False
-    """Keep a snapshot of the state in memory."""
 
     def to_array(self) -> np.ndarray:
         """Return an array that can be added up over tasks: `[4] float32`."""
@@ -63,9 +59,7 @@ class LoopResult:
     """`[S] float32` each: `loss` of each step's global batch before its update, including regularization; mean score of
     the batch, by the score's name."""
     signals: Signals
-    """Union of the requests of all tasks."""
     times: Times | None = None
-    """Times of the steps in this task, if they can be measured."""
 
     @classmethod
     def of_columns(
@@ -146,15 +140,13 @@ class SynchronousSteps:
         return total, step_input
 
     def _step(self, results: Any, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> Any:
+        def whole(results_SP2: tf.Tensor, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked) -> Any:
+            return self._update(results_SP2, self._compute(step_input, step, marked), step, done, marked)
+
         if not self._train_step.accumulates:
-            return self._timer.run(self._whole, (results, step_input, step, done, marked))
+            return self._timer.run(whole, (results, step_input, step, done, marked))
         computed = self._train_step.accumulated(self._compute, self._timer.run, (step_input, step, marked))
         return self._timer.run(self._update, (results, computed, step, done, marked))
-
-    def _whole(
-        self, results_SP2: tf.Tensor, step_input: Any, step: tf.Tensor, done: tf.Tensor, marked: Marked
-    ) -> tf.Tensor:
-        return self._update(results_SP2, self._compute(step_input, step, marked), step, done, marked)
 
     def _compute(self, step_input: Any, step: tf.Tensor, marked: Marked, micro_batch: tf.Tensor | None = None) -> Any:
         marked = () if masks.is_counting() else self._timer.of_replica(marked)

@@ -44,9 +44,7 @@ class Computed(NamedTuple):
     gradients: list[Any]
     """Gradient of its share of the loss for each trainable variable: a tensor, `tf.IndexedSlices` or None."""
     loss: tf.Tensor
-    """This replica's share of the loss, a scalar."""
     score: tf.Tensor
-    """This replica's share of the score, a scalar."""
     state: list[tf.Tensor]
     """This replica's contributions to the state of layers, see `LayerState`."""
 
@@ -75,7 +73,6 @@ class TrainStep:
 
     @functools.cached_property
     def state(self) -> LayerState:
-        """The state of the model's layers."""
         return LayerState(self.model, self.num_replicas * self.micro_batches)
 
     @functools.cached_property
@@ -103,11 +100,8 @@ class TrainStep:
     ) -> Computed:
         """Compute the gradients of this replica's batch or micro-batch, or count its positions (`masks.is_counting`).
 
-        Args:
-            batch_of: the number of a part of the global batch -> its examples.
-            step: int64 scalar, optimizer steps done before this one.
-            replica: int64 scalar, this replica's index in the global batch.
-            micro_batch: int64 scalar; None if the batch is not cut.
+        `batch_of` returns the examples of a part of the global batch. The numbers are int64 scalars: the optimizer
+        steps done before this one, this replica's index, and that of the micro-batch, None if the batch is not cut.
         """
         batch = batch_of(replica if micro_batch is None else replica * self.micro_batches + micro_batch)
         if masks.is_counting():
@@ -127,10 +121,7 @@ class TrainStep:
         return [gradient if place in self._connected else None for place, gradient in enumerate(gradients)]
 
     def update(self, computed: Computed) -> tf.Tensor:
-        """Update the weights with the gradient of the global batch, the sum over all replicas.
-
-        Returns `[parts, 2] float32`: this replica's share of the loss, NaN if training must end, and of the score.
-        """
+        """Apply the sum of all gradients; return shares `[parts, 2]` of loss, NaN to end training, and score."""
         gradients = computed.gradients
         if self.accumulates:  # a loop outside the replicas returns tensors without their device
             gradients = self.without_unconnected([tf.identity(gradient) for gradient in gradients])
@@ -151,10 +142,7 @@ class TrainStep:
         return never_inlined(forward) if self.as_function and not self.masked else forward
 
     def shares(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return a batch's share of the loss and of the score.
-
-        The shares of the loss add up to the loss that one device would compute for the whole batch.
-        """
+        """Return a batch's shares of loss and score; those of all batches add up to what one device would compute."""
         outputs_BK = cast_outputs(self.model(cast_features(self.model, batch.features), training=True))
         with masks.average_over_batch(self._compared(outputs_BK)):
             losses_B = self.objective.loss(batch.labels, outputs_BK)
@@ -181,12 +169,10 @@ class TrainStep:
         return tf.zeros([max(1, len(self.objective.heads))], tf.int64)
 
     def zeros(self) -> Computed:
-        """Return the initial value of the accumulation."""
         state = [tf.zeros(spec.shape, spec.dtype) for spec in self.state.specs]
         return Computed([tf.zeros(weight.shape) for weight in self.weights], tf.zeros([]), tf.zeros([]), state)
 
     def add(self, total: Computed, part: Computed) -> Computed:
-        """Add a micro-batch to the accumulated sum."""
         gradients = [
             old if new is None else old + tf.cast(new, tf.float32)
             for old, new in zip(total.gradients, part.gradients, strict=True)

@@ -58,10 +58,7 @@ class Training:
     """One generation's training from step `first`, to the end or to a stop."""
 
     def __init__(self, setup: Setup, first: int, new_evaluation: Callable[[], Callable[[], dict[str, float]]]) -> None:
-        """Prepare the actions. With callbacks, the model must be compiled.
-
-        `new_evaluation` returns a function that evaluates on the test split; all tasks call it.
-        """
+        """Prepare the actions, once a model with callbacks is compiled; `new_evaluation` makes the evaluation."""
         self._setup, self._context, self.first = setup, setup.context, first
         context, checkpoint = setup.context, setup.checkpoint
         self.report = Report(context, first, setup.policy, checkpoint.restored_from)
@@ -85,22 +82,16 @@ class Training:
         """Collective function from this task's requests to the union of all tasks'; all call it at the same step."""
 
     def begin(self) -> None:
-        """Begin the training, or resume it with the state of its callbacks."""
         if self.callbacks:
             self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
             self._evaluate.catch_up(self.first)
 
     @property
     def finished(self) -> bool:
-        """Whether no steps are left."""
         return self.first >= self._context.total_steps or self._stops
 
     def actions(self, *, batches: bool) -> list[Action]:
-        """Return the actions in order.
-
-        With `batches`, they include traces and the user's callbacks, to which a call is a batch; else the caller runs
-        both.
-        """
+        """Return the actions in order; without `batches`, the caller traces and calls the user's callbacks itself."""
         context = self._context
         flip = FlipBit(
             context.run,
@@ -127,10 +118,7 @@ class Training:
         return [action for action in (*every_call, *periodic) if action is not None]
 
     def _prepare(self, step: int) -> float:
-        """Compare the replicas and store the callbacks' state, before a save or snapshot; all tasks call this.
-
-        Returns the seconds that this waited for slower tasks.
-        """
+        """Compare replicas and store callbacks' state before a save; return the seconds waited for slower tasks."""
         waited_s = self._check.compare(step)
         if self.callbacks:
             self.callbacks.store_state()
@@ -151,7 +139,6 @@ class Training:
         return self.agree(steps.Signals(stop=self._stops)).stop
 
     def end(self, step: int, stop: Stop) -> None:
-        """Save, evaluate and report after the last step."""
         stopped, report = stop is Stop.REQUESTED, self.report
         self._check.compare(step)  # callbacks may then change one task's weights alone, such as to the best ones
         if self.save.saved_at != step and (stopped or not self.callbacks):

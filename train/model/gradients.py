@@ -43,7 +43,6 @@ class LossScale(tf.Module):
         self.skipped_steps = tf.Variable(0, dtype=tf.int64, **shared)
 
     def metrics(self) -> dict[str, float]:
-        """Return the scale and the number of skipped steps for the metrics."""
         return {"loss_scale": float(self.scale.numpy()), "skipped_steps": int(self.skipped_steps.numpy())}
 
     def update(self, finite: tf.Tensor) -> None:
@@ -109,7 +108,6 @@ class GradientPolicy:
         return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients)])
 
     def unscaled(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Convert gradients of the scaled loss to gradients of the loss."""
         assert self.loss_scale is not None
         factor = 1 / tf.convert_to_tensor(self.loss_scale.scale)
         return [gradient * factor for gradient in gradients]
@@ -117,10 +115,7 @@ class GradientPolicy:
     def update(
         self, gradients: list[Any], variables: Sequence[Any], finite: tf.Tensor | None = None, norm: Any = None
     ) -> None:
-        """Clip gradients and apply them, unless `finite` is false.
-
-        `norm` is the norm of the whole model's gradients, if these belong to only a part of it.
-        """
+        """Clip and apply gradients, unless `finite` is false; `norm` is that of the whole model's gradients."""
         clipped = tf.clip_by_global_norm(gradients, self.clip_norm, norm)[0] if self.clip_norm else gradients
         if finite is None:
             self._update(clipped, variables)
@@ -160,7 +155,6 @@ class GradientPolicy:
         optimizer.scale_loss = lambda loss: loss if (scale := self.loss_gradient) is None else loss * scale
 
     def check_scale(self, step: int) -> None:
-        """Raise an error if gradients overflow at any scale."""
         if self.loss_scale is not None and float(self.loss_scale.scale.numpy()) < 1:
             raise divergence_error(
                 f"gradients overflow float16 at step {step} even at loss scale 1 (bf16 has float32's range)"

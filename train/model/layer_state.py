@@ -120,17 +120,13 @@ class LayerState:
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
-        """Specs of the contributions of a part."""
         return [_spec(variable) for variable in self.variables]
 
     @contextlib.contextmanager
     def isolate(
         self, weights: Sequence[keras.Variable] = (), values: Sequence[tf.Tensor] = ()
     ) -> Iterator[Callable[[], list[tf.Tensor]]]:
-        """Isolate the assignments of layers inside; yield a function that returns this part's contributions.
-
-        Inside, the variables `weights` have the values `values`.
-        """
+        """Isolate assignments inside, where `weights` have `values`; yield a function that returns contributions."""
         if not self.variables and not weights:
             yield list
             return
@@ -153,10 +149,7 @@ class LayerState:
         return after if spec.dtype.is_floating else tf.stack([after, after * after])
 
     def assign(self, contributions: Sequence[tf.Tensor], add_up: Callable[[Sequence[tf.Tensor]], list[Any]]) -> None:
-        """Assign the state after the step, from the sums of the contributions of this replica's parts.
-
-        `add_up` adds up tensors of one type over all replicas.
-        """
+        """Assign the state after a step from the sums of contributions, which `add_up` adds up over replicas."""
         for dtype in sorted({_spec(self.variables[at]).dtype.name for at in self._changed}):
             changed = [at for at in sorted(self._changed) if _spec(self.variables[at]).dtype.name == dtype]
             for at, total in zip(changed, add_up([contributions[at] for at in changed]), strict=True):

@@ -47,20 +47,18 @@ def average_by_example(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     if rank > mask.shape.rank:
         values = tf.reduce_mean(values, axis=list(range(mask.shape.rank, rank)))
     sums_B = _over_positions(tf.reduce_sum, tf.where(mask, values, 0.0))
-    return tf.math.divide_no_nan(sums_B, (_positions.get() or _positions_per_example)(mask))
+    if positions := _positions.get():
+        return tf.math.divide_no_nan(sums_B, positions(mask))
+    # The average number of unmasked positions per example of a step, whose replicas have equal batches.
+    counts_1 = sum_counts(tf.math.count_nonzero(mask)[tf.newaxis])
+    context = tf.distribute.get_replica_context()
+    examples = tf.cast(tf.shape(mask)[0], tf.float32) * (context.num_replicas_in_sync if context else 1)
+    return tf.math.divide_no_nan(sums_B, tf.cast(counts_1[0], tf.float32) / examples)
 
 
 def _over_positions(reduce: Callable[..., tf.Tensor], values: tf.Tensor) -> tf.Tensor:
     rank = values.shape.rank
     return values if rank in (None, 1) else reduce(values, axis=list(range(1, rank)))
-
-
-def _positions_per_example(mask: tf.Tensor) -> tf.Tensor:
-    """Return the average number of unmasked positions per example of a step, whose replicas have equal batches."""
-    counts_1 = sum_counts(tf.math.count_nonzero(mask)[tf.newaxis])
-    context = tf.distribute.get_replica_context()
-    replicas = context.num_replicas_in_sync if context else 1
-    return tf.cast(counts_1[0], tf.float32) / (tf.cast(tf.shape(mask)[0], tf.float32) * replicas)
 
 
 def sum_counts(counts_O: tf.Tensor) -> tf.Tensor:

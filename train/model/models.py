@@ -24,13 +24,12 @@ _COUNTS: dict[str, dict[str, int]] = {}
 
 def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.Model:
     """Build the model that a configuration describes; see `build_by_name`."""
-    size = config.transformer
-    sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
+    size, sizes = config.transformer, dict[str, int]()
+    if config.model == "transformer_lm":
+        sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
     named_again = config.freeze or config.optimizer.no_decay
     with _names_of_first_build(config.model) if named_again else contextlib.nullcontext():
-        model = build_by_name(
-            config.model, feature_shape, num_outputs, **(sizes if config.model == "transformer_lm" else {})
-        )
+        model = build_by_name(config.model, feature_shape, num_outputs, **sizes)
     if keras.backend.floatx() != "float32":  # the type of data, losses and gradients
         raise UsageError(
             f"--model {config.model!r}: set_floatx({keras.backend.floatx()!r}): expected float32; give single layers "
@@ -53,7 +52,14 @@ def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Nam
             "evaluations have batches of different sizes; leave stateful=True out"
         )
     if config.loop == "fit":
-        _check_compile(config.model, model)
+        try:
+            inspect.signature(model.compile).bind(None, loss=None, loss_weights=None, metrics=None, jit_compile=False)
+        except TypeError as error:
+            raise UsageError(
+                f"--model {config.model!r}: --loop fit calls compile(optimizer, loss=, loss_weights=, metrics=, "
+                f"jit_compile=), and that of {type(model).__name__} does not take them ({error}); call fit in your own "
+                "script, --script"
+            ) from None
     freeze_layers(model, config.freeze)
     return model
 
@@ -62,16 +68,6 @@ def find_override(model: keras.Model) -> str:
     """Return the name of a method of Keras's step that a model overrides; empty if it overrides none."""
     methods = ("train_step", "compute_loss")
     return next((name for name in methods if getattr(type(model), name) is not getattr(keras.Model, name)), "")
-
-
-def _check_compile(name: str, model: keras.Model) -> None:
-    try:
-        inspect.signature(model.compile).bind(None, loss=None, loss_weights=None, metrics=None, jit_compile=False)
-    except TypeError as error:
-        raise UsageError(
-            f"--model {name!r}: --loop fit calls compile(optimizer, loss=, loss_weights=, metrics=, jit_compile=), and "
-            f"that of {type(model).__name__} does not take them ({error}); call fit in your own script, --script"
-        ) from None
 
 
 def freeze_layers(model: keras.Model, names: str) -> None:
@@ -89,9 +85,8 @@ def freeze_layers(model: keras.Model, names: str) -> None:
 def build_by_name(name: str, feature_shape: Named, num_outputs: Named, **options: Any) -> keras.Model:
     """Return the model called `name`: a key of `train.config.MODELS`, or `package.module:function`."""
     function = getattr(architectures, name) if name in MODELS else references.load_object("--model", name)
-    model = references.call_user_function(
-        "--model", name, functools.partial(function, **options), feature_shape, num_outputs
-    )
+    build = functools.partial(function, **options)
+    model = references.call_user_function("--model", name, build, feature_shape, num_outputs)
     if not isinstance(model, keras.Model):
         expected = f"a {keras.Model.__module__.partition('.')[0]} model"
         raise UsageError(

@@ -21,7 +21,7 @@ from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import masks
 from train.named import Named
-from train.settings import heads, references
+from train.settings import parts, references
 
 PerExample = Callable[[Named, Named], tf.Tensor]
 """(labels `[B, ...]`, outputs `[B, ..., K]`) -> `[B] float32`; with several outputs, both are dictionaries."""
@@ -51,7 +51,6 @@ class Objective:
     heads: Mapping[str, Objective] = field(default_factory=dict)
     """The objective of each head, whose score name lacks the head's; empty if one loss takes all outputs."""
     weight: float = 1.0
-    """Loss weight of a head."""
 
     @property
     def reported(self) -> dict[str, PerExample]:
@@ -133,24 +132,27 @@ def build_by_name(loss: str, *, classifies: bool, shapes: Shapes | None = None) 
 def build_for_heads(loss: str, weights: str, classifies: Mapping[str, bool], shapes: Shapes | None = None) -> Objective:
     """Build the objective of a model with several outputs: the weighted sum of their losses.
 
-    Args:
-        loss: `head=loss` for every head, separated by commas; or a built-in loss for all heads; or a reference to a
-            function of the dictionaries of labels and outputs.
-        weights: `head=number`, separated by commas; the default is 1.
-        classifies: whether each head's labels are classes, in the order of the data. Training logs the score of the
-            first head, evaluations report the loss and the score of each.
-        shapes: as for `build_by_name`, by head.
+    `loss` is `head=loss` for every head, separated by commas, or a built-in loss for all heads, or a reference to a
+    function of the dictionaries of labels and outputs; `weights` is `head=number`, 1 by default. `classifies` and
+    `shapes` are by head, in the order of the data: training logs the score of the first head, evaluations report the
+    loss and the score of each.
     """
-    loss_names, loss_weights = heads.parse_losses(loss), heads.parse_weights(weights)
-    heads.check_heads("--loss-weights", loss_weights, classifies)
-    scores = {head: _score(is_class, _shapes_of_head(shapes, head)) for head, is_class in classifies.items()}
+    loss_names, loss_weights = parts.parse_losses(loss), parts.parse_weights(weights)
+    parts.check_heads("--loss-weights", loss_weights, classifies)
+    scores = {}
+    for head, is_class in classifies.items():
+        shapes_of_head = None
+        if shapes is not None:
+            labels, outputs = shapes
+            shapes_of_head = labels[head], outputs.get(head) if isinstance(outputs, Mapping) else None
+        scores[head] = _score(is_class, shapes_of_head)
     if "" in loss_names and loss not in LOSSES:
         if loss_weights:
             raise UsageError(f"--loss-weights {weights}: --loss {loss} takes all heads; weigh them there")
         return _scored(_loss(loss), {head: score for head, score in scores.items() if score})
     if "" in loss_names:
         loss_names = dict.fromkeys(classifies, loss)
-    heads.check_heads("--loss", loss_names, classifies)
+    parts.check_heads("--loss", loss_names, classifies)
     for head, is_class in classifies.items():
         if head not in loss_names or (loss_names[head] == "sparse_categorical_crossentropy" and not is_class):
             example = ",".join(f"{name}={_usual_loss(is_class)}" for name, is_class in classifies.items())
@@ -195,13 +197,6 @@ def _loss(loss: str) -> PerExample:
     return Averaged(values)
 
 
-def _shapes_of_head(shapes: Shapes | None, head: str) -> Shapes | None:
-    if shapes is None:
-        return None
-    labels, outputs = shapes
-    return labels[head], outputs.get(head) if isinstance(outputs, Mapping) else None
-
-
 def _usual_loss(classifies: bool) -> str:
     return (sparse_categorical_crossentropy if classifies else mean_squared_error).__name__
 
@@ -224,7 +219,7 @@ def _label_shapes(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
 def check_outputs(config: TrainConfig, num_outputs: Named, shapes: Shapes) -> None:
     """Check the shape of a model's outputs for a built-in loss; a user's loss takes any outputs."""
     labels, outputs = shapes
-    losses = heads.parse_losses(config.loss)
+    losses = parts.parse_losses(config.loss)
     if "" in losses and losses[""] not in LOSSES:
         if config.loop == "fit" and not isinstance(outputs, tuple):
             raise UsageError(

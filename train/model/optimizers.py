@@ -49,7 +49,21 @@ def build_optimizer(config: TrainConfig, total_steps: int = 1) -> keras.optimize
     settings = config.optimizer
     rate = config.learning_rate if config.callbacks_set_rate else RateSchedule(config, total_steps)
     if settings.own:
-        optimizer = _user_optimizer(settings.name, rate)
+        name = settings.name
+        optimizer = references.call_user_function(
+            "--optimizer.name", name, references.load_object("--optimizer.name", name), rate
+        )
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            expected = f"a {keras.Model.__module__.partition('.')[0]} optimizer"
+            raise UsageError(
+                f"--optimizer.name {name!r} returned {type(optimizer).__module__}.{type(optimizer).__name__}, expected "
+                f"{expected}; use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
+            )
+        if hasattr(optimizer, "inner_optimizer"):  # it divides gradients by a scale that no loss is multiplied by
+            raise UsageError(
+                f"--optimizer.name {name!r} returned a {type(optimizer).__name__}; return the optimizer inside it, and "
+                "scale losses by --precision fp16"
+            )
     else:
         options: dict[str, Any] = {}
         if settings.weight_decay is not None:
@@ -115,10 +129,7 @@ def find_averages(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 @contextlib.contextmanager
 def with_averages(config: TrainConfig, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Replace a model's weights with their averages inside, if the configuration evaluates those; all tasks call it.
-
-    With a model in stages, a task replaces the weights of its stage.
-    """
+    """Replace a task's weights with their averages inside, if the configuration evaluates those; all tasks call it."""
     means = find_averages(optimizer) if config.optimizer.ema_evaluate else []
     # The weights that the optimizer was built for: callbacks may have frozen some since.
     averaged_weights = getattr(optimizer, "_trainable_variables", model.trainable_variables)
@@ -137,21 +148,3 @@ def with_averages(config: TrainConfig, model: keras.Model, optimizer: keras.opti
 def build_policy(config: TrainConfig, optimizer: keras.optimizers.Optimizer) -> GradientPolicy:
     """Build the gradient policy of an optimizer; call it inside the strategy's scope."""
     return GradientPolicy(optimizer, config.optimizer.clip_norm, LossScale() if config.precision == "fp16" else None)
-
-
-def _user_optimizer(name: str, rate: Any) -> keras.optimizers.Optimizer:
-    optimizer = references.call_user_function(
-        "--optimizer.name", name, references.load_object("--optimizer.name", name), rate
-    )
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        expected = f"a {keras.Model.__module__.partition('.')[0]} optimizer"
-        raise UsageError(
-            f"--optimizer.name {name!r} returned {type(optimizer).__module__}.{type(optimizer).__name__}, "
-            f"expected {expected}; use `from tensorflow import keras`, which is the Keras that the chosen loop needs"
-        )
-    if hasattr(optimizer, "inner_optimizer"):  # it divides gradients by a scale that no loss is multiplied by
-        raise UsageError(
-            f"--optimizer.name {name!r} returned a {type(optimizer).__name__}; return the optimizer inside it, and "
-            "scale losses by --precision fp16"
-        )
-    return optimizer

@@ -1,7 +1,9 @@
 """Patches of Keras and TensorFlow, one file each.
 
 The docstring of each file names the defect, the version that has it, the test that shows it, and the condition under
-which the patch is not applied. A patch whose `apply` finds no defect replaces nothing and returns an empty list.
+which the patch is not applied. `REPLACED` lists the functions of Keras that it replaces: their owner and name, the
+replacement, and patterns. A function is replaced if its source has the pattern `defect` and not `fixed`. A patch of
+another kind has a function `apply`, which returns the names of what it replaced, none without the defect.
 
 The patches in `SCRIPTS` import nothing of this project: the process of a user's script loads this package by its path
 (`hook/sitecustomize.py`), because `import train` can find the user's own `train.py` there.
@@ -10,8 +12,7 @@ The patches in `SCRIPTS` import nothing of this project: the process of a user's
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
 """Patches of `Model.fit`; docs/internals/upstream/ has the same changes as a patch for Keras itself."""
@@ -23,17 +24,16 @@ TRAINING = (*FIT, "layer_losses", "variable_updates", "placed_seeds", "repeated_
 
 def apply(names: Iterable[str] = TRAINING) -> list[str]:
     """Apply patches and return the names of the functions they replaced. Idempotent; call before a model is built."""
-    return [replaced for name in names for replaced in importlib.import_module(f"{__name__}.{name}").apply()]
-
-
-def replace(owner: Any, name: str, new: Callable[..., Any], *, defect: str = "", fixed: str = "(?!)") -> list[str]:
-    """Replace a function of Keras whose source has the pattern `defect` and not `fixed`, unless it is replaced already.
-
-    Returns the function's name if it was replaced.
-    """
-    function = getattr(owner, name)
-    source = inspect.getsource(function)
-    if function is new or not re.search(defect, source) or re.search(fixed, source):
-        return []
-    setattr(owner, name, new)
-    return [name]
+    replaced = []
+    for name in names:
+        module = importlib.import_module(f"{__name__}.{name}")
+        for owner, function, new, patterns in getattr(module, "REPLACED", ()):
+            current = getattr(owner, function)
+            source = inspect.getsource(current)
+            defect, fixed = patterns.get("defect", ""), patterns.get("fixed", "(?!)")
+            if current is not new and re.search(defect, source) and not re.search(fixed, source):
+                setattr(owner, function, new)
+                replaced.append(function)
+        if hasattr(module, "apply"):
+            replaced += module.apply()
+    return replaced

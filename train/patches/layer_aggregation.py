@@ -12,14 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from . import replace
-
 _keras_add_weight = keras.layers.Layer.add_weight
-
-
-def apply() -> list[str]:
-    """Patch `Layer.add_weight`."""
-    return replace(keras.layers.Layer, "add_weight", _add_weight, fixed=r"aggregate\(")
 
 
 def aggregate(variable: Any) -> None:
@@ -34,3 +27,6 @@ def _add_weight(layer: Any, *args: Any, **options: Any) -> Any:
     if not variable.trainable:
         aggregate(variable)
     return variable
+
+
+REPLACED = [(keras.layers.Layer, "add_weight", _add_weight, {"fixed": r"aggregate\("})]

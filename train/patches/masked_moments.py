@@ -11,15 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from . import replace
-
 keras_moments = keras.layers.BatchNormalization._moments
-
-
-def apply() -> list[str]:
-    """Replace the method if Keras has the defect."""
-    fixed = r"all_reduce|(?s:self\.synchronized.*self\.synchronized)"
-    return replace(keras.layers.BatchNormalization, "_moments", moments, fixed=fixed)
 
 
 def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -40,3 +32,13 @@ def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.T
     mean = sums / counts
     variance = over_replicas(total(tf.square(inputs - mean))) / counts
     return tf.squeeze(mean), tf.squeeze(variance)
+
+
+REPLACED = [
+    (
+        keras.layers.BatchNormalization,
+        "_moments",
+        moments,
+        {"fixed": r"all_reduce|(?s:self\.synchronized.*self\.synchronized)"},
+    )
+]

@@ -12,13 +12,12 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
-
-from . import replace
 
 
 @dataclass
@@ -41,11 +40,6 @@ _DRAWS = 2**44
 
 _place: contextvars.ContextVar[RandomPlace | None] = contextvars.ContextVar("place", default=None)
 _keras_next_seed = keras.random.SeedGenerator.next
-
-
-def apply() -> list[str]:
-    """Patch `SeedGenerator.next`."""
-    return replace(keras.random.SeedGenerator, "next", _next_seed)
 
 
 @contextlib.contextmanager
@@ -87,10 +81,12 @@ def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> t
 
 
 def _is_in_loop(outside: tf.Graph) -> bool:
-    """Whether the current graph is the body of a loop inside another graph."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not outside and isinstance(graph, tf.__internal__.FuncGraph):
         if type(graph).__name__ == "WhileBodyFuncGraph":  # has no public name
             return True
         graph = graph.outer_graph
     return False
+
+
+REPLACED: list[Any] = [(keras.random.SeedGenerator, "next", _next_seed, {})]

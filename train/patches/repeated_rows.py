@@ -15,14 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer  # has no public name
 
-from . import replace
-
 keras_update = TFOptimizer._distributed_tf_update_step
-
-
-def apply() -> list[str]:
-    """Replace the method if Keras has the defect."""
-    return replace(TFOptimizer, "_distributed_tf_update_step", update, fixed="convert_to_tensor")
 
 
 def update(
@@ -38,3 +31,6 @@ def update(
 
     for gradient, variable in pairs:
         strategy.extended.update(variable, update_variable, args=(gradient, learning_rate), group=False)
+
+
+REPLACED = [(TFOptimizer, "_distributed_tf_update_step", update, {"fixed": "convert_to_tensor"})]

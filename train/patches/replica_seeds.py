@@ -11,17 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from . import replace
-
 _REPLICA_STRIDE = 0x9E3779B1
 """An odd 32-bit number, so that its multiples modulo 2**32 all differ."""
 
 _keras_next_seed = keras.random.SeedGenerator.next
-
-
-def apply() -> list[str]:
-    """Patch `SeedGenerator.next` if replicas draw alike."""
-    return replace(keras.random.SeedGenerator, "next", _next_seed, fixed="replica")
 
 
 def _next_seed(generator: Any, ordered: bool = True) -> Any:
@@ -31,3 +24,6 @@ def _next_seed(generator: Any, ordered: bool = True) -> Any:
         return seed
     offset = tf.cast(context.replica_id_in_sync_group, seed.dtype) * tf.constant(_REPLICA_STRIDE, seed.dtype)
     return seed + tf.stack([offset, tf.zeros_like(offset)])
+
+
+REPLACED = [(keras.random.SeedGenerator, "next", _next_seed, {"fixed": "replica"})]

@@ -12,14 +12,7 @@ import tensorflow as tf
 from keras import tree
 from keras.src.backend.tensorflow import trainer  # has no public name
 
-from . import replace
-
 _keras_reduce = trainer.reduce_per_replica
-
-
-def apply() -> list[str]:
-    """Replace the function if Keras has the defect."""
-    return replace(trainer, "reduce_per_replica", _reduce_per_replica, defect=r"strategy\.reduce\(.*axis=0\)")
 
 
 def _reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
@@ -28,3 +21,6 @@ def _reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
         operation = "SUM" if reduction == "sum" else "MEAN"
         return tree.map_structure(lambda value: strategy.reduce(operation, value, axis=None), values)
     return _keras_reduce(values, strategy, reduction)
+
+
+REPLACED = [(trainer, "reduce_per_replica", _reduce_per_replica, {"defect": r"strategy\.reduce\(.*axis=0\)"})]

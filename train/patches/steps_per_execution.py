@@ -14,15 +14,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer  # has no public name
 
-from . import replace
-
 _keras_make_function = trainer.TensorFlowTrainer._make_function
-
-
-def apply() -> list[str]:
-    """Replace the method if Keras has the defect."""
-    patterns = {"defect": r"tf\.cond\(", "fixed": "num_replicas_in_sync"}
-    return replace(trainer.TensorFlowTrainer, "_make_function", _make_function, **patterns)
 
 
 def _make_function(model: Any, step_function: Any) -> Any:
@@ -44,3 +36,13 @@ def _batches(iterator: Any) -> Iterator[Any]:
     """Yield batches; requesting one too many inside a step would count a step without examples."""
     while (batch := iterator.get_next_as_optional()).has_value():
         yield batch.get_value()
+
+
+REPLACED = [
+    (
+        trainer.TensorFlowTrainer,
+        "_make_function",
+        _make_function,
+        {"defect": r"tf\.cond\(", "fixed": "num_replicas_in_sync"},
+    )
+]

@@ -14,13 +14,6 @@ import keras
 from keras import tree
 from keras.src.backend.tensorflow import trainer  # has no public name
 
-from . import replace
-
-
-def apply() -> list[str]:
-    """Replace the method if Keras has the defect."""
-    return replace(trainer.TensorFlowTrainer, "_maybe_symbolic_build", _maybe_symbolic_build, defect=r"\.reduce\(")
-
 
 def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
     strategy = model._distribute_strategy
@@ -51,3 +44,6 @@ def _build_optimizer(model: Any, num_replicas: int) -> None:
             f"{', '.join(unbuilt)} before fit: layers with build(input_shape) or a keras.Input, "
             "optimizers with build(variables)"
         )
+
+
+REPLACED = [(trainer.TensorFlowTrainer, "_maybe_symbolic_build", _maybe_symbolic_build, {"defect": r"\.reduce\("})]

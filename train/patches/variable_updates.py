@@ -14,14 +14,6 @@ import tensorflow as tf
 
 from train.model.layer_state import is_separate
 
-from . import replace
-
-
-def apply() -> list[str]:
-    """Replace both methods if Keras has the defect."""
-    added = replace(keras.Variable, "assign_add", assign_add, defect=r"self\.assign\(self")
-    return added + replace(keras.Variable, "assign_sub", assign_sub, defect=r"self\.assign\(self")
-
 
 def _in_one_operation(name: str) -> Callable[[keras.Variable, object], object]:
     keras_method = getattr(keras.Variable, name)
@@ -36,3 +28,9 @@ def _in_one_operation(name: str) -> Callable[[keras.Variable, object], object]:
 
 
 assign_add, assign_sub = _in_one_operation("assign_add"), _in_one_operation("assign_sub")
+
+
+REPLACED = [
+    (keras.Variable, "assign_add", assign_add, {"defect": r"self\.assign\(self"}),
+    (keras.Variable, "assign_sub", assign_sub, {"defect": r"self\.assign\(self"}),
+]

@@ -30,7 +30,6 @@ class TaskEdges:
     """Edges between the tasks of a pipeline, each with one stage."""
 
     pipeline: int = 0
-    """Number of the pipeline."""
 
     def send(self, tensor: tf.Tensor, direction: int, stage: int, micro_batch: int) -> list[tf.Operation]:
         """Send a tensor of stage `stage`; return the operations for which a step must wait."""
@@ -41,7 +40,6 @@ class TaskEdges:
             return [tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keys).op]
 
     def receive(self, spec: tf.TensorSpec, direction: int, stage: int, micro_batch: int) -> tf.Tensor:
-        """Receive a neighbour's tensor for stage `stage`."""
         keys = self._keys(direction, stage if direction == GRADIENTS else stage - 1, micro_batch)
         carried = _carrier(spec.dtype)
         with tf.device("CPU:0"):
@@ -70,7 +68,6 @@ class LocalEdges:
 
 
 Edges = TaskEdges | LocalEdges
-"""Transport of tensors between neighbouring stages."""
 
 
 def add_up(tensor: tf.Tensor, size: int, group: int, instance: int = 0) -> tf.Tensor:

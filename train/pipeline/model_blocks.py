@@ -22,19 +22,12 @@ from train.pipeline.partition import BlockCost
 
 @dataclass(frozen=True)
 class ModelBlock:
-    """A part of a model that is never cut.
-
-    Attributes:
-        nodes: Keras's calls of layers, in topological order.
-        inputs: the symbolic tensor that enters the block.
-        outputs: the symbolic tensor that leaves the block.
-        inputs_masked, outputs_masked: whether these tensors have masks when the model is called.
-    """
+    """A part of a model that is never cut: Keras's calls of layers in topological order, from one tensor to another."""
 
     nodes: tuple[Any, ...]
     inputs: Any
     outputs: Any
-    inputs_masked: bool
+    inputs_masked: bool  # whether this tensor has a mask when the model is called
     outputs_masked: bool
 
     @property
@@ -171,7 +164,10 @@ def estimate_cost(block: ModelBlock, micro_batch: int, slots: int) -> BlockCost:
         if isinstance(node.operation, keras.layers.MultiHeadAttention):
             scores, width = node.operation.num_heads * places**2, node.operation.key_dim
         kept += 4 * micro_batch * (outputs * (1 + _kept_inside(node.operation)) + 2 * scores)
-        flops += micro_batch * (_flops(node.operation, outputs, places) + 4 * scores * width)
+        flops += micro_batch * (outputs + 4 * scores * width)
+        for variable in getattr(node.operation, "weights", []):
+            if len(variable.shape) >= 2 and "embedding" not in variable.path:  # two operations for each use of a weight
+                flops += micro_batch * 2 * math.prod(variable.shape) * places
     return BlockCost(
         block.names,
         float(3 * flops),  # the backward pass takes two products for each one of the forward pass
@@ -180,15 +176,6 @@ def estimate_cost(block: ModelBlock, micro_batch: int, slots: int) -> BlockCost:
         kept,
         4 * micro_batch * math.prod(block.outputs.shape[1:]),
     )
-
-
-def _flops(layer: keras.Layer, outputs: int, places: int) -> int:
-    """Estimate the floating-point operations of one example: two for each use of a weight."""
-    flops = outputs
-    for variable in getattr(layer, "weights", []):
-        if len(variable.shape) >= 2 and "embedding" not in variable.path:
-            flops += 2 * math.prod(variable.shape) * places
-    return flops
 
 
 def _kept_inside(layer: keras.Layer) -> int:
@@ -272,8 +259,3 @@ def _crossing(nodes: Sequence[Any], at: int, model: keras.Model) -> list[Any]:
     made = {id(tensor) for node in nodes[:at] for tensor in node.output_tensors} | {id(model.inputs[0])}
     needed = [tensor for node in nodes[at:] for tensor in node.input_tensors] + list(model.outputs)
     return list({id(tensor): tensor for tensor in needed if id(tensor) in made}.values())
-
-
-def release_memory(variable: tf.Variable) -> None:
-    """Free the memory of a variable, which must not be used afterwards."""
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))

@@ -17,16 +17,7 @@ from train.pipeline import schedule as schedules
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Costs of a block.
-
-    Attributes:
-        layers: names of the layers, in order.
-        flops: operations of the forward and backward of one micro-batch.
-        parameter_bytes: size of the weights.
-        state_bytes: size of gradients and of the optimizer's variables.
-        activation_bytes: memory that one micro-batch's forward keeps for its backward.
-        output_bytes: size of one micro-batch's output to the next block.
-    """
+    """Costs of a block; all but those of parameters and of state (gradients, optimizer) are for one micro-batch."""
 
     layers: tuple[str, ...]
     flops: float
@@ -38,15 +29,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Constraints:
-    """The number of stages, and how they run, as far as it affects their memory.
-
-    Attributes:
-        stages: number of stages.
-        schedule: one of `schedule.SCHEDULES`.
-        micro_batches: number of micro-batches of a step.
-        remat: whether a stage keeps only its input and computes the rest again for the backward.
-        memory_bytes: memory of each stage; None for no limit.
-    """
+    """The number of stages, and how they run, as far as it affects their memory; `memory_bytes` None is no limit."""
 
     stages: int
     schedule: str = "gpipe"
@@ -71,7 +54,6 @@ class StageCost:
 
     @property
     def flops(self) -> float:
-        """Operations of one micro-batch."""
         return sum(block.flops for block in self.blocks)
 
     @property
@@ -113,14 +95,14 @@ def compute_stage(
     blocks: Sequence[BlockCost], constraints: Constraints, number: int, first: int, last: int
 ) -> StageCost:
     """Return the costs of stage `number` if it has the blocks from `first` to before `last`."""
-    settings = constraints.schedule, number, constraints.stages, constraints.micro_batches
-    in_flight, parts = schedules.in_flight(*settings), tuple(blocks[first:last])
+    in_flight = schedules.in_flight(constraints.schedule, number, constraints.stages, constraints.micro_batches)
+    parts = tuple(blocks[first:last])
     activation_bytes = sum(block.activation_bytes for block in parts)
     if constraints.remat:
         activation_bytes += in_flight * (blocks[first - 1].output_bytes if first else 0)
     else:
         activation_bytes *= in_flight
-    versions = schedules.weight_versions(*settings)
+    versions = in_flight if constraints.schedule == "pipedream" else 1  # of the weights
     weights = sum(versions * block.parameter_bytes + block.state_bytes for block in parts)
     return StageCost(number, first, last, parts, in_flight, activation_bytes, weights + activation_bytes)
 

@@ -1,6 +1,6 @@
 """The inner loop of `--strategy pipeline`: many optimizer steps, each through all stages, in one `tf.function`.
 
-Every task holds one stage of the model (`train/pipeline/stage_variables.py`). R pipelines of equal stages train on
+Every task holds one stage of the model (`train/pipeline/stage_models.py`). R pipelines of equal stages train on
 parts of each global batch and add up the gradients of equal stages before the single update of a step.
 
 Shapes: S steps of one loop; N batches and M means of an evaluation.
@@ -24,7 +24,7 @@ from train.model.gradients import GradientPolicy
 from train.patches import exact_order, nan_gradients, optimizer_rate, summed_gradients
 from train.pipeline import edges, schedule
 from train.pipeline.stage import StageGraph
-from train.telemetry.timing import Times
+from train.telemetry.step_timer import Times
 
 
 class PipelineSteps:
@@ -63,24 +63,30 @@ class PipelineSteps:
         return LoopResult.of_columns(results_S2, self._context.objective, Signals.from_sum(flat[-4:]), times)
 
     def evaluation(self) -> Callable[[], dict[str, float]]:
-        """Return a function that evaluates on the whole test split; all tasks call it."""
         context, pipelines = self._context, self._task_stages.pipelines
         if self._task_stages.whole:
             return context.new_evaluation()
-        examples, batch = context.source.examples("test"), evaluation.replica_batch(context.source)
+        examples, batch = context.source.examples("test"), min(evaluation.MOST_EXAMPLES, context.source.test_examples)
         assert examples is not None
         share = {"replica_batch": batch, "num_replicas": pipelines}
         rounds = eval_batches(context.source.test_examples, **share)
+        ((number, stage),) = self._stages.items()
+        stage_model = self._task_stages.models[number]
+        (inputs,) = stage_model.model.inputs
+        received = tf.TensorSpec([batch, *inputs.shape[1:]], inputs.dtype)
 
         def add(at: tf.Tensor, totals_N2M: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([totals_N2M]):
                 at = tf.identity(at)
             context.positions.set_batch(at, after=totals_N2M)
             examples_B = feeds.eval_batch(examples, at, tf.constant(self._task_stages.pipeline, tf.int64), **share)
-            features_B = train_step.cast_features(context.model, examples_B.features)
-            outputs = self._forward(features_B, batch, edges.EVALUATED)
-            if self._task_stages.stages - 1 not in self._stages:
-                with tf.control_dependencies([outputs]):
+            if number == 0:
+                values = train_step.cast_features(context.model, examples_B.features)
+            else:
+                values = self._edges.receive(received, edges.EVALUATED, number, 0)
+            outputs = stage.predict(values)
+            if number < self._task_stages.stages - 1:
+                with tf.control_dependencies(self._edges.send(outputs, edges.EVALUATED, number, 0)):
                     return tf.identity(totals_N2M)
             place = at * pipelines + self._task_stages.pipeline
             outputs = train_step.cast_outputs(outputs)
@@ -93,25 +99,10 @@ class PipelineSteps:
 
         def measure() -> dict[str, float]:
             totals_N2M = self._total(evaluate_all()).numpy()
-            return evaluation.summarize(totals_N2M, context.objective, self._sum_regularization())
+            penalty = float(self._total(tf.constant(stage_model.penalty(), tf.float32))) / pipelines
+            return evaluation.summarize(totals_N2M, context.objective, penalty)
 
         return measure
-
-    def _sum_regularization(self) -> float:
-        stages = sum(self._task_stages.models[number].penalty() for number in self._stages)
-        return float(self._total(tf.constant(stages, tf.float32))) / self._task_stages.pipelines
-
-    def _forward(self, features: tf.Tensor, batch: int, direction: int) -> tf.Tensor:
-        """Return the outputs of this task's stage for a batch, after sending them to the next stage."""
-        ((number, stage),) = self._stages.items()
-        model = self._task_stages.models[number].model
-        spec = tf.TensorSpec([batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
-        values = features if number == 0 else self._edges.receive(spec, direction, number, 0)
-        outputs = stage.predict(values)
-        if number == self._task_stages.stages - 1:
-            return outputs
-        with tf.control_dependencies(self._edges.send(outputs, direction, number, 0)):
-            return tf.zeros([])
 
     def _trace_loop(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         def step(done: tf.Tensor, results_S2: tf.Tensor) -> tf.Tensor:
@@ -159,7 +150,15 @@ class PipelineSteps:
                 group = task_stages.pipelines, edges.SUM_KEYS + number
                 gradients = [edges.add_up(gradient, *group, at) for at, gradient in enumerate(gradients)]
             self._summed[number] = self._by_variable(number, gradients)
-        self._add_up_shared()
+        for index, (variable, users) in enumerate(task_stages.shared):
+            held = [self._summed[number] for number in users if number in self._stages]
+            if held and task_stages.whole:
+                total = functools.reduce(operator.add, [sums[id(variable)] for sums in held])
+            elif held:
+                key = edges.SHARED_KEYS + edges.MOST_SHARED * task_stages.pipeline + index
+                total = edges.add_up(held[0][id(variable)], len(users), key)
+            for sums in held:
+                sums[id(variable)] = total
         if policy.loss_scale is not None:
             finite = tf.stack([policy.finite([*sums.values()]) for sums in self._summed.values()])
             self._finite = self._over_stages(tf.math.count_nonzero(~finite, dtype=tf.float32), edges.FLAG) == 0
@@ -167,20 +166,6 @@ class PipelineSteps:
                 sums |= dict(zip(sums, policy.unscaled([*sums.values()]), strict=True))
         if policy.clip_norm:
             self._norm = self._global_norm()
-
-    def _add_up_shared(self) -> None:
-        task_stages = self._task_stages
-        for index, (variable, users) in enumerate(task_stages.shared):
-            held = [self._summed[number] for number in users if number in self._stages]
-            if not held:
-                continue
-            if task_stages.whole:
-                total = functools.reduce(operator.add, [sums[id(variable)] for sums in held])
-            else:
-                group = edges.SHARED_KEYS + edges.MOST_SHARED * task_stages.pipeline + index
-                total = edges.add_up(held[0][id(variable)], len(users), group)
-            for sums in held:
-                sums[id(variable)] = total
 
     def _by_variable(self, number: int, gradients: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
         trained = self._task_stages.models[number].trained

@@ -38,31 +38,25 @@ class Instruction:
 
 def build_programs(schedule: str, stages: int, micro_batches: int) -> list[list[Instruction]]:
     """Return the instructions of each stage for one step, in order."""
-    return [_stage(schedule, stage, stages, micro_batches) for stage in range(stages)]
+    programs = []
+    for stage in range(stages):
+        ahead = in_flight(schedule, stage, stages, micro_batches)
+        program = [Instruction(Opcode.FORWARD, micro_batch) for micro_batch in range(ahead)]
+        for micro_batch in range(micro_batches):
+            program.append(Instruction(Opcode.BACKWARD, micro_batch))
+            if schedule == "pipedream":
+                program.append(Instruction(Opcode.UPDATE, micro_batch))
+            if micro_batch + ahead < micro_batches:
+                program.append(Instruction(Opcode.FORWARD, micro_batch + ahead))
+        if schedule != "pipedream":
+            program.append(Instruction(Opcode.UPDATE, micro_batches - 1))
+        programs.append(program)
+    return programs
 
 
 def in_flight(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
     """Return the maximum number of micro-batches in a stage between forward and backward."""
     return micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
-
-
-def weight_versions(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Return the maximum number of versions of its weights in a stage."""
-    return in_flight(schedule, stage, stages, micro_batches) if schedule == "pipedream" else 1
-
-
-def _stage(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Instruction]:
-    ahead = in_flight(schedule, stage, stages, micro_batches)
-    program = [Instruction(Opcode.FORWARD, micro_batch) for micro_batch in range(ahead)]
-    for micro_batch in range(micro_batches):
-        program.append(Instruction(Opcode.BACKWARD, micro_batch))
-        if schedule == "pipedream":
-            program.append(Instruction(Opcode.UPDATE, micro_batch))
-        if micro_batch + ahead < micro_batches:
-            program.append(Instruction(Opcode.FORWARD, micro_batch + ahead))
-    if schedule != "pipedream":
-        program.append(Instruction(Opcode.UPDATE, micro_batches - 1))
-    return program
 
 
 def interleave(programs: Sequence[Sequence[Instruction]]) -> list[tuple[int, Instruction]]:

@@ -108,7 +108,6 @@ class StageGraph:
             return result + tf.stack([functools.reduce(operator.add, self._flags, tf.zeros([])), 0.0])
 
     def execute(self, instruction: Instruction) -> None:
-        """Add the operations of an instruction to the graph."""
         do = {Opcode.FORWARD: self._do_forward, Opcode.BACKWARD: self._do_backward, Opcode.UPDATE: self._do_update}
         with tf.device(self._device):
             do[instruction.opcode](instruction.micro_batch)

@@ -13,16 +13,8 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.contract.recovery.checkpoint_files import (
-    NO_CHECKPOINT,
-    Saved,
-    agree_on_newest,
-    delete_leftovers,
-    delete_older,
-    list_finished,
-    set_aside,
-    write_checkpoint,
-)
+from cluster.contract.recovery import checkpoint_files
+from cluster.contract.recovery.checkpoint_files import NO_CHECKPOINT, Saved
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
 from train.saving.snapshots import MemorySnapshots
@@ -51,22 +43,13 @@ class Encoded(tf.Module):
 class CheckpointManager:
     """Saves and restores the training state.
 
-    The step is a separate variable, because Keras's `optimizer.iterations` loses updates in asynchronous training.
-
-    Attributes:
-        model: the built model.
-        optimizer: its built optimizer.
-        step: int64 scalar, the optimizer steps done.
-        folder: the folder of checkpoints, which all tasks share.
-        keep: number of newest checkpoints to keep.
-        writes: whether this task writes. The others only help to read distributed variables, which can be a collective
-            operation (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving).
-        saved: called with the step of each finished checkpoint, possibly from another thread.
-        loss_scale: the loss scale of a training in float16. Like `callbacks`, it may be missing in a checkpoint of a
-            run that is resumed with other settings.
-        joint: this task's part in checkpoints that several tasks write together.
-        restored_from: `memory` or `checkpoint`; empty for a training from the start.
-        writing_s: seconds that writing the last checkpoint took, concurrently with the training.
+    The step is a separate variable, because Keras's `optimizer.iterations` loses updates in asynchronous training. Only
+    a task that `writes` writes to `folder`, which all tasks share; the others help to read distributed variables, which
+    can be a collective operation
+    (https://www.tensorflow.org/tutorials/distribute/multi_worker_with_ctl#checkpoint_saving). `saved` is called with
+    the step of each finished checkpoint, possibly from another thread. The loss scale of float16 and the callbacks'
+    state may be missing in a checkpoint of a run that is resumed with other settings. `joint` is this task's part in
+    checkpoints that several tasks write together.
     """
 
     model: keras.Model
@@ -82,14 +65,15 @@ class CheckpointManager:
     callbacks: tf.Module | None = None
     joint: Joint | None = None
     restored_from: str = field(default="", init=False)
+    """`memory` or `checkpoint`; empty for a training from the start."""
     writing_s: float | None = field(default=None, init=False)
+    """Seconds that writing the last checkpoint took, concurrently with the training."""
 
     def __post_init__(self) -> None:
         optional = {"loss_scale": self.loss_scale, "callbacks": self.callbacks}
         self._parts = {"step": self.step, "model": self.model, "optimizer": self.optimizer}
         self._optional = {name: part for name, part in optional.items() if part is not None}
         self.tree = tf.train.Checkpoint(**self._parts, **self._optional)
-        """The variables that a checkpoint has."""
         self._copy: Snapshot | None = None
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -99,19 +83,16 @@ class CheckpointManager:
     ) -> int:
         """Restore the newest snapshot, or else the newest checkpoint that all tasks can read; return the steps done.
 
-        Newer checkpoints, which are damaged or unreadable for some task, are set aside.
-
-        Args:
-            gather: collective operation that collects a number from every task.
-            snapshots: snapshots in memory, if there are any.
+        Newer checkpoints, which are damaged or unreadable for some task, are set aside. `gather` is a collective
+        operation that collects a number from every task.
         """
-        listed = next((saved.step for saved in list_finished(self.folder)), NO_CHECKPOINT)
+        listed = next((saved.step for saved in checkpoint_files.list_finished(self.folder)), NO_CHECKPOINT)
         if snapshots and (step := snapshots.restore(listed)) is not None:
             self.restored_from = "memory"
             if self.writes:
-                delete_leftovers(self.folder, self.generation)
+                checkpoint_files.delete_leftovers(self.folder, self.generation)
             return step
-        newest = agree_on_newest(
+        newest = checkpoint_files.agree_on_newest(
             self.folder, gather, lambda message: print(message, flush=True) if self.writes else None
         )
         if newest is not None:
@@ -124,8 +105,8 @@ class CheckpointManager:
                 checkpoint = mirror.checkpoint
             checkpoint.read(newest.prefix).assert_existing_objects_matched()
         if self.writes:
-            set_aside(self.folder, newest.step if newest else -1)
-            delete_leftovers(self.folder, self.generation)
+            checkpoint_files.set_aside(self.folder, newest.step if newest else -1)
+            checkpoint_files.delete_leftovers(self.folder, self.generation)
         return int(self.step.numpy())
 
     def prepare(self) -> Snapshot:
@@ -143,10 +124,7 @@ class CheckpointManager:
         return self._copy
 
     def save(self, step: int) -> None:
-        """Save the state after `step` optimizer steps. Every task calls this at the same step.
-
-        A thread writes a copy, so that training can continue immediately.
-        """
+        """Save the state after `step` optimizer steps, at which every task calls this; a thread writes a copy of it."""
         self.wait()
         self.step.assign(step)
         self.prepare().update()
@@ -169,7 +147,6 @@ class CheckpointManager:
         return self._writing is not None and self._writing.is_alive()
 
     def wait(self) -> None:
-        """Wait until the last save is finished."""
         if self._writing:
             self._writing.join()
             self._writing = None
@@ -189,9 +166,9 @@ class CheckpointManager:
                 raise problem
             if write is None:
                 return
-            write_checkpoint(write, saved, self.generation)
+            checkpoint_files.write_checkpoint(write, saved, self.generation)
             self.writing_s = time.monotonic() - began
-            delete_older(saved, self.keep)
+            checkpoint_files.delete_older(saved, self.keep)
             self.saved(step)
         except BaseException as error:  # raised by the next `wait`, in the thread that trains
             self._error = error

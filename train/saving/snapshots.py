@@ -42,22 +42,18 @@ class MemorySnapshots:
     def __init__(
         self, files: Sequence[int], checkpoint: tf.train.Checkpoint, gather: Gather, broadcast: Broadcast | None
     ) -> None:
-        """Prepare snapshots of a tree of variables in two files, given by descriptor.
-
-        `broadcast` is None if the tasks have different states, so that each needs its own snapshot.
-        """
+        """Use two files, given by descriptor. Without `broadcast`, as the tasks differ, each needs its own snapshot."""
         self._files, self._gather, self._broadcast = files, gather, broadcast
         # Build the tree now: a compiled model refers to its optimizer, which moves the variables in the tree.
         self._tree = _own_variables(checkpoint)
-        self._layout = _hash_layout(self._tree)
+        pairs = zip(self._tree.paths, self._tree.pairs, strict=True)
+        lines = [f"{path} {variable.dtype.name} {variable.shape}" for path, (variable, _) in pairs]
+        self._layout = zlib.crc32("\n".join(lines).encode())  # only snapshots with the same hash can be restored
         self._warned = False
 
     def write(self, step: int) -> None:
-        """Copy the state after `step` steps. All tasks call it at the same step: reading can be a collective operation.
-
-        If the memory is too small for the state, nothing is copied, and a warning is printed.
-        """
-        values = _read_values(self._tree)
+        """Copy the state after `step` steps, at which all tasks call this; if the memory is too small, only warn."""
+        values = [read_octets(variable) for variable, _ in self._tree.pairs]
         length = sum(8 + octets.size + _padding(octets) for octets in values)
         if not any(os.fstat(file).st_size for file in self._files) and not self._has_room(2 * length):
             return
@@ -104,7 +100,7 @@ class MemorySnapshots:
 
     def _is_complete(self, file: int) -> bool:
         """Whether a file has a complete snapshot of these variables."""
-        *numbers, digest = _read_header(file)
+        *numbers, digest = _HEADER.unpack(os.pread(file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
         steps_1, layout, length = numbers
         if not steps_1 or layout != self._layout or os.fstat(file).st_size != _HEADER.size + length:
             return False
@@ -129,7 +125,7 @@ class MemorySnapshots:
 def unchanged(checkpoint: tf.train.Checkpoint) -> Iterator[None]:
     """Restore the variables of a tree after the block."""
     tree = _own_variables(checkpoint)
-    before = _read_values(tree)
+    before = [read_octets(variable) for variable, _ in tree.pairs]
     yield
     _assign_values(tree, before)
 
@@ -139,13 +135,13 @@ def _own_variables(checkpoint: tf.train.Checkpoint) -> Mirror:
     return Mirror(checkpoint, lambda variable: variable if has_value(variable) else None)
 
 
-def _read_values(tree: Mirror) -> list[np.ndarray]:
-    return [read_octets(variable) for variable, _ in tree.pairs]
-
-
 def _assign_values(tree: Mirror, values: Iterable[np.ndarray]) -> None:
     for (variable, _), octets in zip(tree.pairs, values, strict=True):
-        variable.assign(_as_tensor(octets, variable))
+        if variable.dtype == tf.string:
+            variable.assign(tf.constant(octets.tobytes()))
+        else:
+            array = octets.copy().view(variable.dtype.as_numpy_dtype)
+            variable.assign(tf.constant(array.reshape(variable.shape.as_list())))
 
 
 def choose(held: Sequence[Iterable[int]], *, by_all: bool) -> int | None:
@@ -172,13 +168,6 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _hash_layout(tree: Mirror) -> int:
-    """Return a hash of the variables' paths, types and shapes; only snapshots with the same hash can be restored."""
-    pairs = zip(tree.paths, tree.pairs, strict=True)
-    lines = [f"{path} {variable.dtype.name} {variable.shape}" for path, (variable, _) in pairs]
-    return zlib.crc32("\n".join(lines).encode())
-
-
 def _fill(file: int, header: bytes, parts: Iterable[bytes | memoryview]) -> None:
     """Write a file, its header last; until then the file has no valid snapshot."""
     with open(file, "r+b", closefd=False) as stream:
@@ -192,12 +181,9 @@ def _fill(file: int, header: bytes, parts: Iterable[bytes | memoryview]) -> None
         stream.write(header)
 
 
-def _read_header(file: int) -> tuple[int, ...]:
-    return _HEADER.unpack(os.pread(file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
-
-
 def _steps_of(file: int) -> int:
-    return _read_header(file)[0] - 1
+    header = os.pread(file, _HEADER.size, 0).ljust(_HEADER.size, b"\0")
+    return int(_HEADER.unpack(header)[0]) - 1
 
 
 def _mapped(file: int) -> np.ndarray:
@@ -233,10 +219,3 @@ def _as_octets(value: tf.Tensor) -> np.ndarray:
     if value.dtype == tf.string:
         return np.frombuffer(value.numpy(), np.uint8)
     return np.asarray(value.numpy()).reshape(-1).view(np.uint8)
-
-
-def _as_tensor(octets: np.ndarray, variable: tf.Variable) -> tf.Tensor:
-    if variable.dtype == tf.string:
-        return tf.constant(octets.tobytes())
-    array = octets.copy().view(variable.dtype.as_numpy_dtype)
-    return tf.constant(array.reshape(variable.shape.as_list()))

@@ -143,10 +143,7 @@ class SaveTimer:
 
     @property
     def waits(self) -> bool:
-        """Whether training must wait until the next checkpoint is on the disk.
-
-        True if the previous generation was killed before it finished one, which could otherwise recur indefinitely.
-        """
+        """Whether to wait until the checkpoint is on the disk, because the last generation did not finish one."""
         return self._catches_up and self._past.stuck
 
     @property
@@ -179,16 +176,13 @@ class SaveTimer:
 
     @property
     def _interval_s(self) -> float:
-        return self._seconds or best_interval_s(self._cost_s, self._writing_s, self._mtbf_s)
+        uptime_s = 0.0 if self._began_s is None else self._clock() - self._began_s
+        recent = self._past.uptimes_s[-RECENT:]
+        mtbf_s = (sum(recent) + uptime_s) / len(recent) if recent else max(CALM_MTBF_S, uptime_s)
+        return self._seconds or best_interval_s(self._cost_s, self._writing_s, mtbf_s)
 
     @property
     def _cost_s(self) -> float:
         if self._costs_s:
             return median_low(self._costs_s)
         return EXPECTED_COST_S if self._past.cost_s is None else self._past.cost_s
-
-    @property
-    def _mtbf_s(self) -> float:
-        uptime_s = 0.0 if self._began_s is None else self._clock() - self._began_s
-        recent = self._past.uptimes_s[-RECENT:]
-        return (sum(recent) + uptime_s) / len(recent) if recent else max(CALM_MTBF_S, uptime_s)

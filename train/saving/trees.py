@@ -158,8 +158,18 @@ class Joint:
 
     def _write(self, copy: Snapshot, parts: Path) -> None:
         owned = [copied for original, copied in copy.pairs if self.owns(original)]
-        if not self._keys:
-            self._keys = keys(copy.checkpoint, str(parts / f"keys-{self.number}"))
+        if not self._keys:  # to find them, the tree is written without values to temporary files
+            variables: dict[str, tf.Variable] = {}
+
+            def without_value(variable: tf.Variable) -> tf.Variable:
+                name = f"variable_{len(variables)}"
+                variables[name] = variable
+                return _new_handle(variable, name)
+
+            scratch = str(parts / f"keys-{self.number}")
+            Mirror(copy.checkpoint, without_value).checkpoint.write(scratch)
+            names = read_keys(scratch).items()
+            self._keys = {id(variables[name]): key for name, key in names if name in variables}
         tf.raw_ops.SaveV2(
             prefix=str(parts / str(self.number)),
             tensor_names=[self._keys[id(variable)] for variable in owned],
@@ -184,22 +194,6 @@ class Joint:
             delete_old_dirs=False,
         )
         shutil.rmtree(parts, ignore_errors=True)
-
-
-def keys(checkpoint: tf.train.Checkpoint, scratch: str) -> dict[int, str]:
-    """Return the keys under which TensorFlow saves the variables of a checkpoint of plain modules, by `id`.
-
-    To find them, the tree is written without values to temporary files with the prefix `scratch`.
-    """
-    variables: dict[str, tf.Variable] = {}
-
-    def without_value(variable: tf.Variable) -> tf.Variable:
-        name = f"variable_{len(variables)}"
-        variables[name] = variable
-        return _new_handle(variable, name)
-
-    Mirror(checkpoint, without_value).checkpoint.write(scratch)
-    return {id(variables[name]): key for name, key in read_keys(scratch).items() if name in variables}
 
 
 def read_keys(prefix: str) -> dict[str, str]:

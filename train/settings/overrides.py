@@ -12,7 +12,7 @@ from cluster.system.messages import COMMAND
 from train import presets
 from train.config import TrainConfig
 from train.settings import references
-from train.settings.field_types import check_types, option, shown
+from train.settings.parts import check_types, option, shown
 
 
 class Help(Exception):

@@ -1,14 +1,71 @@
-"""The settings of the optimizer and its learning rate, of a built-in model, and of a model's stages."""
+"""The parts of a configuration - optimizer, built-in model, stages - and the checks of its fields.
 
+Losses, weights and classes of a model with several outputs are given by head:
+
+    --loss kind=sparse_categorical_crossentropy,price=mean_squared_error --loss-weights price=0.1
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
 
 from cluster.contract import compatibility
-from cluster.system.errors import UsageError
-from train.data.arrays import WINDOW
-from train.settings.field_types import check_choice, check_number, check_range
+from cluster.system.errors import UsageError, nearest
+from cluster.system.messages import plain
+from train.data.dataset_record import WINDOW
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "sgd")
 SCHEDULES = ("constant", "cosine", "linear")
+EXPECTED = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "None"}
+
+
+def check_types(config: Any, where: str = "", prefix: str = "") -> None:
+    """Check that every field of a dataclass has a value of its type; a float field may hold an int."""
+    for name, hint in get_type_hints(type(config)).items():
+        value, field = getattr(config, name), prefix + name
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            if type(value) is not hint:
+                raise UsageError(f"{where}{field}={shown(value)}: expected a {hint.__module__}.{hint.__qualname__}")
+            check_types(value, where, f"{field}.")
+            continue
+        kinds = get_args(hint) or (hint,)
+        # The exact type: True is an int in Python, and NumPy's numbers cannot be written as JSON.
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            raise UsageError(f"{where}{field}={shown(value)}: expected {' or '.join(EXPECTED[kind] for kind in kinds)}")
+
+
+def shown(value: Any) -> str:
+    """Return a value and its type for messages, even if its `repr` fails."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = "..."
+    return plain(f"{text[:80]} ({type(value).__qualname__})")
+
+
+def option(name: str) -> str:
+    """Return the option of a field, such as `--global-batch` of `global_batch`."""
+    return "--" + name.replace("_", "-")
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Check that a field's whole number is in its range."""
+    if not low <= value <= high:
+        raise UsageError(f"{option(name)} {value}: expected a whole number from {low} to {high}")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Check that a field's text is one of its choices."""
+    if value not in choices:
+        raise UsageError(f"{option(name)} {value!r}{nearest(value, choices)}")
+
+
+def check_number(name: str, value: float, expected: str, *, valid: bool) -> None:
+    """Check that a field's number is finite and `valid`, as `expected` describes."""
+    if not (math.isfinite(value) and valid):
+        raise UsageError(f"{option(name)} {value:g}: expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -135,3 +192,54 @@ class Pipeline:
     cut: str = ""
     """The first layer of each stage after the first, separated by commas; empty: the cut whose largest stage has the
     fewest floating-point operations."""
+
+
+def parse_losses(text: str) -> dict[str, str]:
+    """Return the loss of each head that `--loss` names; the loss of all heads or of a single output has the key ""."""
+    return _by_head("--loss", text, str, "head=loss") if "=" in text else {"": text}
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Return the factors of the heads' losses that `--loss-weights` names."""
+    return _by_head("--loss-weights", text, _weight, "head=number, from 0") if text else {}
+
+
+def parse_outputs(text: str) -> dict[str, int]:
+    """Return the number of classes of each head that `--num-outputs` names; that of a single output has the key ""."""
+    if "=" in text:
+        return _by_head("--num-outputs", text, _class_count, "head=classes")
+    return {"": int(text)} if text.isdecimal() and int(text) > 0 else {}
+
+
+def check_heads(option: str, named: Iterable[str], heads: Iterable[str]) -> None:
+    """Check that the data has labels for every head that an option names."""
+    known = list(heads)
+    for name in named:
+        if name not in known:
+            raise UsageError(f"{option} {name!r}: the labels have no such head{nearest(name, known)}")
+
+
+def _by_head(option: str, text: str, convert: Callable[[str], Any], expected: str) -> dict[str, Any]:
+    by_head: dict[str, Any] = {}
+    for part in text.split(","):
+        head, equals, value = (piece.strip() for piece in part.partition("="))
+        try:
+            if not (head and equals and value) or head in by_head:
+                raise ValueError
+            by_head[head] = convert(value)
+        except ValueError:
+            raise UsageError(f"{option} {part.strip()!r}: expected {expected}, each head once, with commas") from None
+    return by_head
+
+
+def _class_count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def _weight(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError
+    return value

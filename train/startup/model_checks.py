@@ -29,9 +29,8 @@ from train.model import input_types, layer_state, masks, models, objectives, opt
 from train.model.objectives import Averaged, Objective
 from train.named import Named
 from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
-from train.pipeline.stage_models import describe_partition
-from train.pipeline.stage_variables import without_values
-from train.settings import heads
+from train.pipeline.stage_models import describe_partition, without_values
+from train.settings import parts
 from train.startup import preload, primitives
 from train.strategy import precision_policy
 
@@ -54,18 +53,10 @@ def check_parts(
 ) -> dict[str, Any]:
     """Check that the model takes the data's features, and the loss the data's labels and the model's outputs.
 
-    Args:
-        batch_divisor: number of replicas that share a batch; under parameter servers each worker has a separate batch.
-        stages: number of stages; 0 if the model is not cut.
-        pipelines: number of pipelines.
-        memory_bytes: memory of each stage; None for no limit.
-
-    Returns:
-        The stages of the model, see `train.pipeline.stage_models.describe_partition`, if it is cut; as `unverified` the
-        operations whose bits may vary with oneDNN's kernels, see `primitives.find_unverified`.
-
-    Raises:
-        UsageError: a part is wrong, or the model cannot be cut like that.
+    `batch_divisor` is the number of replicas that share a batch: under parameter servers each worker has a separate
+    one. `stages` is 0 if the model is not cut, and each stage has `memory_bytes`, None for no limit. Returns the stages
+    of a model that is cut, see `train.pipeline.stage_models.describe_partition`, and as `unverified` the operations
+    whose bits may vary with oneDNN's kernels, see `primitives.find_unverified`.
     """
     source = opening.open_source(config, data_dir)
     if source.in_memory:
@@ -76,15 +67,20 @@ def check_parts(
 
     new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)
     partition: dict[str, Any] = {}
-    parts = max(replicas * config.micro_batches, config.bitwise_elastic)
+    num_parts = max(replicas * config.micro_batches, config.bitwise_elastic)
     if stages:
-        model = _build_without_values(new_model, config, strategy)
+        patches.apply()
+        tf.config.threading.set_intra_op_parallelism_threads(config.threads)
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
+        with precision_policy(precision_of(strategy, config.precision)):
+            model, _, _ = without_values(new_model)
         shaped = rebuild_with_shape(model, source.feature_shape)
         partition = describe_partition(shaped, config, stages, pipelines=pipelines, memory_bytes=memory_bytes)
     else:
         model = new_model()
         optimizers.check_replicas(optimizers.build_for_model(config, model), config.optimizer.name, replicas)
-        _check_state(model, source.feature_shape, parts, config)
+        _check_state(model, source.feature_shape, num_parts, config)
         if config.loop == "fit" and config.micro_batches > 1:
             fit.check_micro_batches(model, replicas, config.micro_batches)
         if config.loop == "fit" and not config.needs_tf_keras(strategy):
@@ -106,22 +102,13 @@ def check_parts(
         raise UsageError(
             f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
         )
-    graph = check_objective(config, objective, source, outputs, strategy=strategy, parts=parts)
+    graph = check_objective(config, objective, source, outputs, strategy=strategy, num_parts=num_parts)
     if config.loop == "fit" and (method := models.find_override(model)):
         unverified = {instructions: [f"the model's {method}"] for instructions in preload.LARGEST_ISA}
     else:
         model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
         unverified = primitives.find_unverified([model_graph, graph])
     return partition | {"unverified": unverified}
-
-
-def _build_without_values(new_model: Any, config: TrainConfig, strategy: str) -> keras.Model:
-    patches.apply()
-    tf.config.threading.set_intra_op_parallelism_threads(config.threads)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    with precision_policy(precision_of(strategy, config.precision)):
-        return without_values(new_model)[0]
 
 
 def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> None:
@@ -145,7 +132,7 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
 
 def _check_logits(config: TrainConfig, model: keras.Model, feature_shape: Named, *, cut: bool) -> None:
     """Check that the outputs for a cross entropy of logits are not probabilities; `cut`: variables have no values."""
-    losses, logits = heads.parse_losses(config.loss), "sparse_categorical_crossentropy"
+    losses, logits = parts.parse_losses(config.loss), "sparse_categorical_crossentropy"
     if ":" not in config.model or logits not in losses.values():
         return
 
@@ -162,10 +149,13 @@ def _check_logits(config: TrainConfig, model: keras.Model, feature_shape: Named,
             )
 
 
-def _check_state(model: keras.Model, feature_shape: Named, parts: int, config: TrainConfig) -> None:
+def _check_state(model: keras.Model, feature_shape: Named, num_parts: int, config: TrainConfig) -> None:
     """Check that layers' state can be combined in a step of several parts, or of virtual shards."""
-    state, weights = layer_state.LayerState(model, parts), model.trainable_variables if config.bitwise_elastic else []
-    unknown = layer_state.tensorflow_variables(model) if parts > 1 else {}
+    state, weights = (
+        layer_state.LayerState(model, num_parts),
+        model.trainable_variables if config.bitwise_elastic else [],
+    )
+    unknown = layer_state.tensorflow_variables(model) if num_parts > 1 else {}
 
     def forward(features: Named) -> None:
         with state.isolate(weights, [tf.convert_to_tensor(variable.value) for variable in weights]):
@@ -202,15 +192,12 @@ def _trace(function: Any, model: keras.Model, feature_shape: Named) -> Any:
 
 
 def check_objective(
-    config: TrainConfig, objective: Objective, source: Source, outputs: Any, *, strategy: str, parts: int
+    config: TrainConfig, objective: Objective, source: Source, outputs: Any, *, strategy: str, num_parts: int
 ) -> tf.Graph:
     """Check that the loss and the metrics take labels and outputs, and return a value for each example.
 
+    `outputs` are the model's symbolic ones; a global batch has `num_parts` replicas, micro-batches or virtual shards.
     Returns the graph of the loss.
-
-    Args:
-        outputs: symbolic outputs of the model.
-        parts: number of parts of a global batch: replicas, micro-batches or virtual shards.
     """
     output_masks = [masks.mask_of(output) for output in tf.nest.flatten(outputs)]
     if config.needs_tf_keras(strategy) and any(mask is not None for mask in output_masks):
@@ -221,10 +208,10 @@ def check_objective(
     labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0)).element_spec.labels
     outputs = tf.nest.map_structure(_spec, outputs)
     graph = _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
-    if parts > 1 and _depends_on_others(labels, outputs, objective.loss):
+    if num_parts > 1 and _depends_on_others(labels, outputs, objective.loss):
         print(
             f"warning: --loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of "
-            f"the {parts} replicas, micro-batches or virtual shards sees only a part of that; a larger "
+            f"the {num_parts} replicas, micro-batches or virtual shards sees only a part of that; a larger "
             "--global-batch makes the parts larger",
             file=sys.stderr,
         )
@@ -325,15 +312,10 @@ def _described(specs: Named, *, dtype: bool = True) -> str:
 
 
 def measure_model(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any]:
-    """Return the model's sizes.
+    """Return the model's sizes: `parameters`, and bytes of its weights, their gradients and the optimizer's state.
 
-    Returns:
-        `parameters`; `weights_bytes`; `gradients_bytes` of the trainable weights; `optimizer_bytes` of its state;
-        `activation_bytes` of one example: the outputs of all layers, which the backward needs, or None if they are
-        unknown.
-
-    Raises:
-        UsageError: the model or its data is wrong.
+    `activation_bytes` are those of one example: the outputs of all layers, which the backward needs, or None if they
+    are unknown.
     """
     source = opening.open_source(config, data_dir)
     with precision_policy(precision_of(strategy, config.precision)):

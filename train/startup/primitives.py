@@ -18,10 +18,7 @@ OPERATIONS = CONVOLUTIONS | frozenset(_OPERATIONS["others"])
 
 
 def find_unverified(graphs: Iterable[tf.Graph]) -> dict[str, list[str]]:
-    """Return the primitives of a model's graphs whose bits may vary from call to call, or that were not measured.
-
-    The keys are the values of `--onednn` that limit the instructions.
-    """
+    """Return, for each `--onednn` that limits the instructions, primitives whose bits may vary or were not measured."""
     used = {name for graph in graphs for name in list_primitives(graph)}
     tables = tomllib.loads(TABLE.read_text())
     return {instructions: sorted(used - set(table["repeat"])) for instructions, table in tables.items()}

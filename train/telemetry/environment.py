@@ -26,28 +26,17 @@ def record_environment(run: RunFolder, dataset: str, source: Source) -> None:
     """Write `environment.json`, and add data and environment to the manifest; raise RunFailed if data has changed."""
     environment, manifest = describe_environment(), read_json(run.manifest, {})
     write_json(run.environment, environment)
-    data = manifest.get("data", {})
-    if (data.get("name"), data.get("version")) != (
-        dataset,
-        source.record.version,
-    ):  # otherwise this is a later generation
-        made_from = dict(source.record.source_files)
-        data = {"name": dataset, "version": source.record.version, "files": _used(source), "made_from": made_from}
+    data, record = manifest.get("data", {}), source.record
+    if (data.get("name"), data.get("version")) != (dataset, record.version):  # otherwise this is a later generation
+        # Shards can be too large to be verified now; their blocks are verified whenever a shard is read.
+        for file in record.files if source.in_memory else ():
+            if sha256(file.path) != file.sha256:
+                again = f"{advice(record.kind, record.name)}, then start again"
+                raise RunFailed(f"{file.path} has changed since it was prepared; {again}")
+        files = {file.path.name: file.sha256 for file in record.files}
+        made_from = dict(record.source_files)
+        data = {"name": dataset, "version": record.version, "files": files, "made_from": made_from}
     write_json(run.manifest, manifest | {"data": data, "environment": environment})
-
-
-def _used(source: Source) -> dict[str, str]:
-    """Return the sha256 of the files of the data.
-
-    Files of arrays are verified now. Shards can be too large for that; their blocks are verified whenever a shard is
-    read.
-    """
-    record = source.record
-    for file in record.files if source.in_memory else ():
-        if sha256(file.path) != file.sha256:
-            again = f"{advice(record.kind, record.name)}, then start again"
-            raise RunFailed(f"{file.path} has changed since it was prepared; {again}")
-    return {file.path.name: file.sha256 for file in record.files}
 
 
 def describe_environment() -> dict[str, Any]:

@@ -33,13 +33,6 @@ NOT_VARIED = {"preset", "threads"}
 """Settings that are recorded separately, or that the machine determines."""
 
 
-def grouped(name: str) -> str:
-    """Return the TensorBoard tag of a metric, in the group `eval`, `perf` or `train`."""
-    if name.startswith("eval_"):
-        return name.replace("_", "/", 1)
-    return f"{'perf' if name.endswith('_per_s') else 'train'}/{name}"
-
-
 class Metrics:
     """Writes one task's metrics."""
 
@@ -56,18 +49,18 @@ class Metrics:
         write_text(self._rows, "".join(json.dumps(row) + "\n" for row in kept))
 
     def log(self, step: int, epoch: float, total: int, values: dict[str, float | None]) -> None:
-        """Write one row: `values` after `step` of `total` optimizer steps."""
         append_json(self._rows, {"step": step, "epoch": round(epoch, 4), **values, "time": time.time()})
         numbers = {name: value for name, value in values.items() if value is not None}
         with self._board.as_default(step):
             for name, value in numbers.items():
-                tf.summary.scalar(grouped(name), value)
+                group = "perf" if name.endswith("_per_s") else "train"
+                tag = name.replace("_", "/", 1) if name.startswith("eval_") else f"{group}/{name}"
+                tf.summary.scalar(tag, value)
         if self._prints:
             shown = "  ".join(f"{name} {value:,.{0 if name.endswith('_s') else 4}f}" for name, value in numbers.items())
             print(f"step {step}/{total}  epoch {epoch:.2f}  {shown}", flush=True)
 
     def shares(self, step: int, pace: Pace) -> None:
-        """Show the shares of input and computation in the task's steps."""
         with self._board.as_default(step):
             for name in ("input_share", "busy_share"):
                 if (share := getattr(pace, name)) is not None:

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-from tensorflow import keras
-
 from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery.checkpoint_files import Saved
 from cluster.contract.recovery.step_record import StepRecord
@@ -20,12 +17,12 @@ from train.context import TaskContext
 from train.loops.loop import Action, CallProgress
 from train.model import export, optimizers
 from train.model.gradients import GradientPolicy
-from train.pipeline.stage_variables import as_trained, to_restore
+from train.pipeline.stage_models import as_trained, to_restore
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
 from train.saving.timer import SaveTimer
 from train.telemetry.metrics import Metrics
-from train.telemetry.timing import StepTiming, Times
+from train.telemetry.step_timer import StepTiming
 
 LEDGER_EVERY_S = 1.0
 """Interval between two writes of the ledger."""
@@ -41,7 +38,7 @@ class Report(Action):
         self._heartbeat = context.heartbeat
         self._timing, self._timing_shown_at = StepTiming(), 0.0
         generation = self._heartbeat.current.generation
-        self._ledger = LedgerWriter(context.run, generation, first, source) if context.chief else None
+        self._ledger = LedgerWriter(context.run, generation, first, source, writes=context.chief)
         self.done = StepRecord(context.run, context.task.name, generation).done
         """Records the steps done immediately, because the next one may end this process."""
         self._train_seconds = 0.0
@@ -61,7 +58,6 @@ class Report(Action):
         self._heartbeat.update(state="compiling", step=first)
 
     def after(self, progress: CallProgress) -> None:
-        """Report the steps of a call."""
         first, values, seconds = progress.first, progress.result.values, progress.seconds
         losses, step = progress.result.losses, progress.step
         self.done(step)
@@ -69,14 +65,19 @@ class Report(Action):
         if progress.compiled:
             # Written immediately, so that a failure now counts for this generation.
             self._heartbeat.update(state="training", step=step)
-            if self._ledger:
-                self._ledger.first_step(step)
-                self._event("first step", step)
+            self._ledger.first_step(step)
+            if self._context.chief:
+                self._context.run.event(self._context.task.name, "first step", step=step)
         else:
             self._train_seconds += seconds
             self._timed_steps += len(losses)
             rate = len(losses) * self._config.global_batch / seconds
-            self._report_timing(len(losses), seconds, progress.result.times)
+            times = progress.result.times
+            if times is not None:
+                self._timing.add(times)
+                if time.monotonic() - self._timing_shown_at > HEARTBEAT_S / 2:
+                    self._update_timing()
+            self._ledger.steps(len(losses), seconds, seconds * times.input_share if times else 0.0)
         self._heartbeat.update(step=step, loss=float(losses[-1]), examples_per_s=rate)
         total = self._context.total_steps
         scale = {} if self._loss_scale is None else self._loss_scale.metrics()
@@ -87,7 +88,7 @@ class Report(Action):
 
     def save(self, step: int, checkpoint: CheckpointManager, timer: SaveTimer) -> None:
         """Save a checkpoint, and report how long the training waited for it; `checkpoint` reports its completion."""
-        with self._spending("save"):
+        with self._ledger.spending("save"):
             began = time.perf_counter()
             self._heartbeat.update(state="saving")
             checkpoint.save(step)
@@ -96,12 +97,12 @@ class Report(Action):
                 checkpoint.wait()
             self._heartbeat.update(state="training")
             timer.saved(cost_s, checkpoint.writing_s)
-            if self._ledger:
-                self._ledger.saves(timer.saves)
+            self._ledger.record["saves"] = timer.saves
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> None:
         context = self._context
-        with self._spending("evaluate"), self._averaged(), self.evaluating():
+        averaged = optimizers.with_averages(self._config, context.model, self._optimizer)
+        with self._ledger.spending("evaluate"), averaged, self.evaluating():
             context.positions.set(Place.EVALUATION, step)
             self.results, self.evaluated_at = evaluation(), step
             context.positions.set(Place.EVALUATION, step, left=True)
@@ -122,7 +123,8 @@ class Report(Action):
         context, result = self._context, self._context.run.control / "result.json"
         divided = context.task_stages is not None and not context.task_stages.whole
         # On every task, because reading a moving average that is a mean over all tasks is a collective operation.
-        with contextlib.nullcontext() if divided else self._averaged():
+        averaged = optimizers.with_averages(self._config, context.model, self._optimizer)
+        with contextlib.nullcontext() if divided else averaged:
             weights = [] if stopped or divided else context.model.get_weights()
         if context.chief:
             model, trained = None, context.model
@@ -133,8 +135,27 @@ class Report(Action):
             digest = saved_weights.weights_sha256(trained)
             if not stopped:
                 self._heartbeat.update(state="saving")
-                self._export(model or context.new_model(), weights, step)
-            write_json(result, self._result(step, digest))
+                exported = model or context.new_model()
+                if weights:
+                    exported.set_weights(weights)
+                else:  # the model has those of a pipeline's checkpoint
+                    prefix = Saved(context.run.checkpoints, step).prefix
+                    saved_weights.load_averages(self._config, exported, prefix)
+                source = context.source
+                export.export(exported, context.run.export, source.feature_shape, source.named_outputs)
+                context.run.event(context.task.name, "exported", step=step)
+                self.metrics.hparams(self._config, self.results)
+            rate = self._timed_steps * self._config.global_batch / self._train_seconds if self._train_seconds else None
+            package = "tf_keras" if export.is_legacy() else "keras"
+            described = {
+                "keras": f"{package} {version(package)}",
+                "steps": step,
+                "epochs": round(self._epoch(step), 4),
+                "examples_per_s": rate and round(rate, 1),
+                "metrics": self.results if self.evaluated_at == step else {},  # not those of an earlier step
+                "weights_sha256": digest,
+            }
+            write_json(result, described)
         self._update_timing()
         self.metrics.shares(step, self._timing.generation())
         self.metrics.flush()
@@ -142,50 +163,10 @@ class Report(Action):
         while not context.chief and not result.exists() and not context.run.outcome:
             time.sleep(0.02)  # the chief's coordination service regards a task that leaves early as lost
 
-    def _export(self, model: keras.Model, weights: list[np.ndarray], step: int) -> None:
-        """Export a model with these weights; if there are none, the model has those of a pipeline's checkpoint."""
-        config, run = self._config, self._context.run
-        if weights:
-            model.set_weights(weights)
-        else:
-            saved_weights.load_averages(config, model, Saved(run.checkpoints, step).prefix)
-        export.export(model, run.export, self._context.source.feature_shape, self._context.source.named_outputs)
-        self._event("exported", step)
-        self.metrics.hparams(config, self.results)
-
-    def _report_timing(self, count: int, seconds: float, times: Times | None) -> None:
-        if times is not None:
-            self._timing.add(times)
-            if time.monotonic() - self._timing_shown_at > HEARTBEAT_S / 2:
-                self._update_timing()
-        if self._ledger:
-            self._ledger.steps(count, seconds, seconds * times.input_share if times else 0.0)
-
     def _update_timing(self) -> None:
         if self._timing.steps:
             self._heartbeat.update(**self._timing.recent(), pace=self._timing.generation())
         self._timing_shown_at = time.monotonic()
-
-    def _averaged(self) -> contextlib.AbstractContextManager[None]:
-        return optimizers.with_averages(self._config, self._context.model, self._optimizer)
-
-    def _spending(self, part: str) -> contextlib.AbstractContextManager[None]:
-        return self._ledger.spending(part) if self._ledger else contextlib.nullcontext()
-
-    def _result(self, step: int, weights_sha256: str) -> dict[str, object]:
-        rate = self._timed_steps * self._config.global_batch / self._train_seconds if self._train_seconds else None
-        package = "tf_keras" if export.is_legacy() else "keras"
-        return {
-            "keras": f"{package} {version(package)}",
-            "steps": step,
-            "epochs": round(self._epoch(step), 4),
-            "examples_per_s": rate and round(rate, 1),
-            "metrics": self.results if self.evaluated_at == step else {},  # not those of an earlier step
-            "weights_sha256": weights_sha256,
-        }
-
-    def _event(self, event: str, step: int) -> None:
-        self._context.run.event(self._context.task.name, event, step=step)
 
     def _epoch(self, step: int) -> float:
         return self._config.epoch(step, self._context.source.train_examples)
@@ -194,31 +175,28 @@ class Report(Action):
 class LedgerWriter:
     """Records the chief's time in one generation in the run folder, where it survives a kill of the chief."""
 
-    def __init__(self, run: RunFolder, generation: int, first: int, source: str) -> None:
-        self._path = run.ledger(generation)
+    def __init__(self, run: RunFolder, generation: int, first: int, source: str, *, writes: bool) -> None:
+        self._path, self._writes = run.ledger(generation), writes
         self._seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
-        self._record: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
-        self._record |= {"first": first, "restored_from": source, "saves": {}, "seconds": self._seconds}
-        self._record |= {"step": first, "timed_steps": 0}
+        self.record: dict[str, Any] = {"generation": generation, "began": time.time(), "first_step_at": None}
+        self.record |= {"first": first, "restored_from": source, "saves": {}, "seconds": self._seconds}
+        self.record |= {"step": first, "timed_steps": 0}
         self._written = 0.0
         self._write()
 
     def first_step(self, step: int) -> None:
         """Record the end of the first step, which includes tracing and compiling."""
-        self._record |= {"first_step_at": time.time(), "step": step}
+        self.record |= {"first_step_at": time.time(), "step": step}
         self._write()
 
     def steps(self, count: int, seconds: float, input_s: float) -> None:
         """Record further steps, their seconds, and the seconds of waiting for input."""
-        self._record["step"] += count
-        self._record["timed_steps"] += count
+        self.record["step"] += count
+        self.record["timed_steps"] += count
         self._seconds["input"] += input_s
         self._seconds["compute"] += seconds - input_s
         if time.monotonic() - self._written > LEDGER_EVERY_S:
             self._write()
-
-    def saves(self, saves: dict[str, float | None]) -> None:
-        self._record["saves"] = saves
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
@@ -229,6 +207,7 @@ class LedgerWriter:
         self._write()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk is reported elsewhere
-            write_json(self._path, self._record | {"updated_at": time.time()})
+        if self._writes:
+            with contextlib.suppress(OSError):  # a full disk is reported elsewhere
+                write_json(self._path, self.record | {"updated_at": time.time()})
         self._written = time.monotonic()

@@ -14,7 +14,8 @@ from cluster.system.ports import free_ports
 from train import patches, program
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
-from train.data import arrays, opening
+from train.data import opening
+from train.data.prepare.preparation import write_arrays
 from train.data.sources import Source
 from train.loops import parameter_server
 from train.loops.train_step import TrainStep
@@ -138,7 +139,7 @@ def unpatched() -> int:
 def source(unpatched, tmp_path_factory) -> Source:
     folder = tmp_path_factory.mktemp("data")
     parts = (np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32), np.arange(EXAMPLES) % 2)
-    arrays.write_arrays(folder, "own:numbers", "1", {"train": parts, "test": parts})
+    write_arrays(folder, "own:numbers", "1", {"train": parts, "test": parts})
     return opening.open_source(TrainConfig(dataset="own:numbers"), folder)
 
 

@@ -15,8 +15,9 @@ from cluster.system.errors import PrerequisiteError
 from train import patches
 from train import strategy as strategies
 from train.config import TrainConfig
-from train.data import arrays, feeds, opening
+from train.data import feeds, opening
 from train.data.batches import Batch, BatchSlice
+from train.data.prepare.preparation import write_arrays
 from train.data.sources import Source
 from train.loops import steps
 from train.loops.train_step import Computed, TrainStep
@@ -69,7 +70,7 @@ def source(tmp_path_factory) -> Source:
     patches.apply()
     random, folder = np.random.default_rng(0), tmp_path_factory.mktemp("data")
     examples = (random.integers(0, 256, (32, 12, 12, 1), dtype=np.uint8), random.integers(0, 10, 32))
-    arrays.write_arrays(folder, "own:images", "1", {"train": examples, "test": examples})
+    write_arrays(folder, "own:images", "1", {"train": examples, "test": examples})
     return dataclasses.replace(opening.open_source(TrainConfig(dataset="own:images"), folder), in_memory=False)
 
 

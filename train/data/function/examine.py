@@ -14,11 +14,11 @@ from train import named
 from train.data import store
 from train.data.batches import BatchSlice, Replicas
 from train.data.dataset_record import SPLITS, show_example, values_in
-from train.data.function import calling, reading
-from train.data.function.calling import DATASET, RANDOM_ACCESS, FunctionRecord, Shard
+from train.data.function import reading
+from train.data.function.reading import DATASET, RANDOM_ACCESS, FunctionRecord, Shard
 from train.data.prepare.preparation import say
 from train.named import Named
-from train.settings import heads
+from train.settings import parts
 from train.settings.references import user_errors
 
 
@@ -27,22 +27,29 @@ def examine_function(
 ) -> FunctionRecord:
     """Call a dataset function for both splits, and write a record of it to `data_dir`.
 
-    The name is `package.module:function`. `num_outputs` gives the number of classes of integer labels, such as `10`, or
-    `digit=10,parity=2`; with `fresh` the examples of datasets without a known length are counted again. Raises
-    UsageError, with the reason, if the function is not suitable for training.
+    `num_outputs` gives the number of classes of integer labels, such as `10`, or `digit=10,parity=2`; with `fresh` the
+    examples of datasets without a known length are counted again.
     """
     say(f"calling {name}")
     with store.disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
-    returned = {split: calling.call_function(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
+    returned = {split: reading.call_function(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
     forms = {split: DATASET if isinstance(data, tf.data.Dataset) else RANDOM_ACCESS for split, data in returned.items()}
     if len(set(forms.values())) > 1:
         raise UsageError(
             f"--dataset {name!r} returns {forms['train']} for 'train', {forms['test']} for 'test'; use one"
         )
     form = forms["train"]
-    describe = _first_example if form == RANDOM_ACCESS else calling.describe_dataset
-    examples = {split: describe(name, split, data) for split, data in returned.items()}
+    examples = {}
+    for split, data in returned.items():
+        if form == DATASET:
+            examples[split] = reading.describe_dataset(name, split, data)
+            continue
+        reading.length_of(name, split, data)
+        subject = f"--dataset {name!r}: {split} example 0"
+        with user_errors(subject):
+            first = data[0]
+        examples[split] = reading.describe_example(subject, reading.convert_to_arrays(subject, first))
     example = examples["train"]
     if examples["test"] != example:
         both = " and ".join(show_example(described) for described in examples.values())
@@ -63,16 +70,7 @@ def examine_function(
     return record
 
 
-def _first_example(name: str, split: str, source: Any) -> dict[str, Named]:
-    reading.length_of(name, split, source)
-    subject = f"--dataset {name!r}: {split} example 0"
-    with user_errors(subject):
-        first = source[0]
-    return calling.describe_example(subject, calling.convert_to_arrays(subject, first))
-
-
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
-    """Return the number of examples of each split, and whether they were counted, now or before."""
     known: FunctionRecord | None = None
     with contextlib.suppress(PrerequisiteError, RunFailed):
         known = None if fresh else FunctionRecord.find(data_dir, name)
@@ -99,7 +97,7 @@ def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bo
 
 
 def _outputs(name: str, labels: Named, num_outputs: str) -> Named:
-    requested = heads.parse_outputs(num_outputs)
+    requested = parts.parse_outputs(num_outputs)
     outputs = {}
     for head, leaf in labels.items() if isinstance(labels, Mapping) else [("", labels)]:
         if leaf.dtype == "float32":

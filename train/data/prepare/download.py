@@ -31,10 +31,7 @@ SOCKET_TIMEOUT_S = 10.0
 DOWNLOAD_TIMEOUT_S = 600.0
 _CHUNK_BYTES = 1 << 20
 
-PACKAGES = {
-    "fashion_mnist": "dataset-fashion-mnist",
-    "jargon_file": "dict-jargon",
-}
+PACKAGES = {"fashion_mnist": "dataset-fashion-mnist", "jargon_file": "dict-jargon"}
 COMMAND_TIMEOUT_S = 180.0
 
 _MTIMES = {"train": 1504176606, "t10k": 1504176627}

@@ -13,7 +13,7 @@ import numpy as np
 
 from cluster.system.errors import PrerequisiteError
 from cluster.system.files import sha256
-from train.data.arrays import WINDOW
+from train.data.dataset_record import WINDOW
 from train.data.prepare.download import SourceFile
 
 NAME = "jargon_file"
@@ -21,7 +21,6 @@ FILE = SourceFile("jargon.dict", "", 1_418_350, "6c8118c277d0b00736d406d4941b77b
 TEST_SHARE = 0.1
 """Share of the windows for testing, at the end."""
 BYTES = tuple(f"byte {value}" for value in range(256))
-"""The names of the classes."""
 
 Decoded = tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]
 """The names of the classes; features and labels of "train" and "test"."""

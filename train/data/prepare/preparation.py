@@ -15,23 +15,27 @@ A user's dataset, `package.module:function`, has one source: the function, which
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.system import quiet
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
 from cluster.system.terminal import print_lines
-from train.data import arrays, store
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import is_user_dataset
+from train import named
+from train.data import store
+from train.data.dataset_record import DTYPES, ArrayRecord, is_user_dataset, values_in
 from train.data.prepare import download
 from train.data.prepare.download import SourceFile
+from train.named import Named
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from train.data.prepare.jargon_file import Decoded
 
 Say = Callable[[str], None]
@@ -61,20 +65,9 @@ def prepare_dataset(
 ) -> ArrayRecord:
     """Return the arrays of a dataset in `data_dir`; prepare them if necessary.
 
-    Of several processes that call this at the same time, one prepares the arrays and the others wait.
-
-    Args:
-        name: a TFDS dataset, or `package.module:function`, see `train.data.user_dataset`.
-        data_dir: the folder of prepared data, which is created if necessary.
-        fresh: whether to decode prepared data again. Intact TFDS files are used, damaged ones are replaced.
-        open_dataset: replaces `TfdsDataset` in tests.
-        fetchers: the sources of the files from which TFDS builds, in order.
-
-    Raises:
-        UsageError: the dataset is unknown, the user's function fails or its result is not suitable for training, or
-            `data_dir` cannot be written.
-        PrerequisiteError: no source has it; the message has the reason for each.
-        RunFailed: existing arrays are damaged and `fresh` was not requested, or the disk is full.
+    Of several processes that call this at the same time, one prepares the arrays and the others wait. With `fresh`,
+    prepared data is decoded again: intact TFDS files are used, damaged ones are replaced. `open_dataset` replaces
+    `TfdsDataset` in tests. Raises PrerequisiteError, with the reason of each source, if no source has the dataset.
     """
     if is_user_dataset(name):
         return _prepare_user_dataset(name, data_dir, fresh)
@@ -105,10 +98,8 @@ def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> ArrayRecord
                 record = ArrayRecord.find(data_dir, name, dataset.version)
                 store.write_pointer(data_dir, "arrays", name, dataset.version)
                 return record
-        source = f"calling {name}"
-        return arrays.write_arrays(
-            data_dir, name, dataset.version, dataset.splits, classes=dataset.classes, source=source
-        )
+        made = {"classes": dataset.classes, "source": f"calling {name}"}
+        return write_arrays(data_dir, name, dataset.version, dataset.splits, **made)
 
 
 def _prepare(
@@ -123,33 +114,29 @@ def _prepare(
     dataset = open_dataset(name, version, data_dir)
     with store.scratch_folder(data_dir, name) as scratch:
         folder = store.path_of(data_dir, "arrays", name, version)
-        source, (classes, splits) = _decode_first(name, dataset, fetchers, scratch, folder)
+        attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
+        failures = []
+        for source, fetch in attempts.items():
+            try:
+                if fetch is not None:
+                    _build(name, dataset, fetch, scratch)
+                classes, splits = dataset.decode()
+                break
+            except PrerequisiteError as error:
+                failures.append(f"{source}: {error}")
+                say(failures[-1])
+        else:
+            raise PrerequisiteError(
+                f"no source has {folder.name}: {'; '.join(failures)}. Connect this machine to one of them, "
+                f"or copy the folder {folder} from a machine that has it."
+            )
     files = {str(path.relative_to(data_dir)): sha256(path) for path in dataset.files()}
-    record = arrays.write_arrays(data_dir, name, version, splits, classes=classes, source=source, source_files=files)
+    record = write_arrays(data_dir, name, version, splits, classes=classes, source=source, source_files=files)
     for split in record.splits.values():
         file, leaf = split.files[0], split.leaves[0]
         say(f"wrote {file.path} {[file.num_examples, *leaf.shape]} and its labels")
     say(f"{name} is ready, from: {source} ({time.monotonic() - started:.0f} s)")
     return record
-
-
-def _decode_first(
-    name: str, dataset: Dataset, fetchers: Mapping[str, Fetch], scratch: Path, folder: Path
-) -> tuple[str, Decoded]:
-    attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
-    failures = []
-    for source, fetch in attempts.items():
-        try:
-            if fetch is not None:
-                _build(name, dataset, fetch, scratch)
-            return source, dataset.decode()
-        except PrerequisiteError as error:
-            failures.append(f"{source}: {error}")
-            say(failures[-1])
-    raise PrerequisiteError(
-        f"no source has {folder.name}: {'; '.join(failures)}. Connect this machine to one of them, "
-        f"or copy the folder {folder} from a machine that has it."
-    )
 
 
 def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
@@ -163,6 +150,57 @@ def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
         raise PrerequisiteError(f"{', '.join(wrong)} not with the recorded sha256")
     say(f"{len(files)} files have the recorded sha256; building {name} from them (20 s with TFDS)")
     dataset.build(sources, scratch)
+
+
+def write_arrays(
+    data_dir: Path,
+    name: str,
+    version: str,
+    splits: Mapping[str, tuple[Named, ...]],
+    *,
+    classes: Named = (),
+    source: str = "",
+    source_files: Mapping[str, str] | None = None,
+) -> ArrayRecord:
+    """Write the arrays of a dataset in place of earlier ones; return their record. An interrupted call leaves nothing.
+
+    `splits` has features, labels and optional weights of "train" and "test", see `Split`. `source` describes their
+    origin, only in the record's JSON. For the other arguments see `ArrayRecord`.
+    """
+    labels = [arrays[1] for arrays in splits.values()]
+    index: dict[str, Any] = {"name": name, "version": version, "classes": classes}
+
+    def count_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
+        if labels[0].dtype.kind == "f":
+            return values_in(labels[0].shape[1:])
+        return len(classes) or 1 + max(int(array.max()) for array in labels)
+
+    num_outputs = named.each(count_outputs, classes, *labels)
+    index |= {"num_outputs": num_outputs, "source": source, "source_files": dict(source_files or {})}
+    with store.new_folder(data_dir, "arrays", name, version) as folder:
+        index["splits"] = {
+            split: {
+                part: _write_part(folder / f"{split}_{part}.bin", part_arrays, DTYPES[part])
+                for part, part_arrays in zip(DTYPES, arrays, strict=False)  # weights may be missing
+            }
+            for split, arrays in splits.items()
+        }
+        (folder / "arrays.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if is_user_dataset(name):
+        store.write_pointer(data_dir, "arrays", name, version)
+    return ArrayRecord.find(data_dir, name, version)
+
+
+def _write_part(path: Path, array: Named, dtypes: tuple[str, ...]) -> dict[str, Any]:
+    if isinstance(array, Mapping):
+        return {name: _write_part(path.with_stem(f"{path.stem}_{name}"), item, dtypes) for name, item in array.items()}
+    from train.data import blocks  # imports TensorFlow
+
+    if array.dtype.name not in dtypes:
+        raise ValueError(f"{path.name} must be {' or '.join(dtypes)}, not {array.dtype}")
+    data = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    data.tofile(path)
+    return {"file": path.name, "shape": array.shape, "dtype": array.dtype.name, **blocks.digests(path)}
 
 
 def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:

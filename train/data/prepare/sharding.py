@@ -1,7 +1,7 @@
 """Writes the TFRecord shards of a dataset that is prepared as arrays, or of any other TFDS dataset.
 
 fashion_mnist, mnist and users' datasets come from their arrays, so that shards have the same examples in the same
-order. All others come from TFDS, which downloads them. For the form of the shards see `train.data.shards`.
+order. All others come from TFDS, which downloads them. For their form see `train/data/dataset_record.py`.
 """
 
 import contextlib
@@ -19,10 +19,8 @@ import tensorflow as tf
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import blocks, store
-from train.data.arrays import VERSIONS, ArrayRecord
-from train.data.dataset_record import PARTS, Leaf, is_user_dataset, show_example
+from train.data.dataset_record import PARTS, VERSIONS, ArrayRecord, Leaf, ShardRecord, is_user_dataset, show_example
 from train.data.prepare.preparation import prepare_dataset, say
-from train.data.shards import ShardRecord
 from train.data.user_dataset import array_of
 
 MAX_SHARDS = 512  # all are open while they are written, and Linux allows a process 1024 open files
@@ -57,20 +55,9 @@ def write_shards(
 ) -> ShardRecord:
     """Return the shards of a dataset in `data_dir`; write them unless they exist as requested.
 
-    One rename replaces earlier shards.
-
-    Args:
-        name: a TFDS dataset, or `package.module:function`.
-        data_dir: the folder of shards, arrays and TFDS's files.
-        num_shards: number of shards of each split, 1 to `MAX_SHARDS`; a split with fewer examples has a shard for each.
-            None for the existing number, or `DEFAULT_SHARDS`.
-        size: height and width to which images are resized, in pixels; None to keep them.
-        open_source: replaces arrays and TFDS in tests.
-
-    Raises:
-        UsageError: the dataset is unknown, its examples are not suitable for training, or an option is wrong.
-        PrerequisiteError: the dataset is not available.
-        RunFailed: the disk is full.
+    One rename replaces earlier shards. Each split has `num_shards` shards, 1 to `MAX_SHARDS`, or one for each example
+    if there are fewer; None for the existing number, or `DEFAULT_SHARDS`. Images are resized to `size` times `size`
+    pixels; None keeps their size. `open_source` replaces arrays and TFDS in tests.
     """
     for option, value, most in (("--shards", num_shards, MAX_SHARDS), ("--size", size, MAX_SIZE)):
         if value is not None and not 1 <= value <= most:
@@ -107,8 +94,6 @@ def _open_source(name: str, data_dir: Path, size: int | None) -> ExampleSource:
 
 
 class _Arrays:
-    """Examples of prepared arrays."""
-
     def __init__(self, record: ArrayRecord) -> None:
         if named := [part for part, value in record.train.example.items() if isinstance(value, Mapping)]:
             raise UsageError(
@@ -139,7 +124,6 @@ class _Layout:
     """The largest label so far."""
 
     def check(self, subject: str, example: Example) -> tuple[np.ndarray, ...]:
-        """Convert an example's parts to the stored types, and resize its image."""
         values = [resize_image(subject, example[0], self.size), *example[1:]]
         parts = tuple(
             array_of(f"{subject}: {part}", part, np.asarray(value)[None])[0]

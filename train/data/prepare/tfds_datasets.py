@@ -53,10 +53,7 @@ class TfdsDataset:
         os.replace(builder.data_path, self._folder)
 
     def decode(self) -> Decoded:
-        """Return the class names and, for "train" and "test", images `[N, H, W, C] uint8` and labels `[N] int64`.
-
-        The order is that of the TFDS files, which is the same on every machine.
-        """
+        """Return the class names, and images and labels of each split, in the order of the files on every machine."""
         builder = self._builder(self._data_dir)
         if not builder.is_prepared():
             raise PrerequisiteError("none there")
@@ -73,7 +70,6 @@ class TfdsDataset:
         return tuple(builder.info.features["label"].names), splits
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files of the built dataset that hold its examples."""
         return tuple(sorted(self._folder.glob("*.tfrecord*")))
 
     def _builder(self, data_dir: Path) -> tfds.core.DatasetBuilder:

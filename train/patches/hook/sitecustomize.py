@@ -49,22 +49,17 @@ def patch(keras: ModuleType) -> None:
     """Apply the patches for scripts if the imported Keras is Keras 3 on TensorFlow."""
     try:
         if keras.config.backend() == "tensorflow":
-            patches = load_patches()
-            patches.apply(patches.SCRIPTS)
+            # Load the package by its path: in this process `train` can be the user's module.
+            name = "_tf_cluster_patches"
+            if name not in sys.modules:
+                spec = importlib.util.spec_from_file_location(name, HERE.parent / "__init__.py")
+                assert spec is not None
+                assert spec.loader is not None
+                sys.modules[name] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(sys.modules[name])
+            sys.modules[name].apply(sys.modules[name].SCRIPTS)
     except Exception as error:
         print(f"warning: Keras cannot be patched for several tasks: {error!r:.300}", file=sys.stderr, flush=True)
-
-
-def load_patches() -> Any:
-    """Load the package of the patches by its path: in this process `train` can be the user's module."""
-    name = "_tf_cluster_patches"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE.parent / "__init__.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def needs_keras_2(error: BaseException, trace: TracebackType | None) -> str | None:

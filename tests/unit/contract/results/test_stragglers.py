@@ -7,7 +7,7 @@ import pytest
 
 from cluster.contract.results import stragglers
 from cluster.contract.run.records import Pace
-from train.telemetry.timing import KEPT, RECENT, StepTiming, Times, times_from_marks
+from train.telemetry.step_timer import KEPT, RECENT, StepTiming, Times, times_from_marks
 
 
 def pace(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> Pace:

@@ -7,10 +7,8 @@ import pytest
 
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.json_files import read_json
-from train.data import arrays
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import Leaf, Split
-from train.data.shards import describe_ready
+from train.data.dataset_record import ArrayRecord, Leaf, Split, describe_ready
+from train.data.prepare.preparation import write_arrays
 
 IMAGES = np.arange(5 * 4 * 4 * 1, dtype=np.uint8).reshape(5, 4, 4, 1)
 LABELS = np.array([3, 1, 4, 1, 5], np.int64)
@@ -20,7 +18,7 @@ def write(data_dir: Path, *train: np.ndarray, classes: tuple[str, ...] = tuple("
     """Write `train`, and the first two of its examples to test on."""
     train = train or (IMAGES, LABELS)
     splits = {"train": train, "test": tuple(array[:2] for array in train)}
-    return arrays.write_arrays(data_dir, "mnist", "3.0.1", splits, classes=classes, source="a test")
+    return write_arrays(data_dir, "mnist", "3.0.1", splits, classes=classes, source="a test")
 
 
 def test_written_arrays_are_found(tmp_path):

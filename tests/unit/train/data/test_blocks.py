@@ -13,11 +13,12 @@ from cluster.system.json_files import read_json
 from tests.support.listed_examples import ListedExamples, shard
 from train import program
 from train.config import TrainConfig
-from train.data import arrays, blocks, dataset_record, feeds
-from train.data.arrays import ArrayRecord
+from train.data import blocks, dataset_record, feeds
 from train.data.batches import BatchSlice, Replicas
+from train.data.dataset_record import ArrayRecord
 from train.data.opening import open_source
 from train.data.prepare import sharding
+from train.data.prepare.preparation import write_arrays
 from train.telemetry import environment
 
 ARRAYS = TrainConfig(dataset="mnist")
@@ -38,7 +39,7 @@ def data_dir(tmp_path) -> Path:
     images = np.random.default_rng(0).integers(0, 256, (50, 7, 7, 1), np.uint8)  # 24.5 blocks
     parts = (images, np.arange(50) % 10)
     splits = {"train": parts, "test": tuple(part[:9] for part in parts)}
-    arrays.write_arrays(folder, "mnist", "3.0.1", splits)
+    write_arrays(folder, "mnist", "3.0.1", splits)
     random = np.random.default_rng(5)
     noise = [(random.integers(0, 256, 50, np.uint8), i) for i in range(24)]  # a flipped bit is valid data
     shard(folder, "noise", ListedExamples(noise, noise[:7]), num_shards=3)

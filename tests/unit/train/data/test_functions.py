@@ -15,8 +15,8 @@ from train.config import TrainConfig
 from train.data import opening
 from train.data.batches import BatchSlice
 from train.data.function import reading
-from train.data.function.calling import FunctionRecord, Shard
 from train.data.function.examine import examine_function
+from train.data.function.reading import FunctionRecord, Shard
 from train.data.sources import Source
 
 NAME = "own_function:data"

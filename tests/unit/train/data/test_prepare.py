@@ -17,8 +17,7 @@ import pytest
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json
 from tests import fast
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import Leaf
+from train.data.dataset_record import ArrayRecord, Leaf
 from train.data.prepare import jargon_file
 from train.data.prepare import preparation as prepare
 from train.data.prepare.download import SourceFile

@@ -13,10 +13,8 @@ from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from tests.support import listed_examples, own_module
 from tests.support.listed_examples import ListedExamples
 from train.data.__main__ import main
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import Leaf
+from train.data.dataset_record import ArrayRecord, Leaf, ShardRecord
 from train.data.prepare import download, sharding
-from train.data.shards import ShardRecord
 
 ROOT = Path(__file__).parents[4]
 IMAGES = np.arange(11 * 12, dtype=np.uint8).reshape(11, 2, 2, 3)

@@ -13,11 +13,12 @@ from cluster.system.json_files import read_json
 from tests.support import listed_examples, own_module
 from tests.support.listed_examples import TEST, TRAIN, ListedExamples, numbers, ranges, steps
 from train.config import TrainConfig
-from train.data import arrays, feeds, store
+from train.data import feeds, store
 from train.data.batches import BatchSlice, Replicas
 from train.data.function import reading
 from train.data.function.examine import examine_function
 from train.data.opening import open_source
+from train.data.prepare.preparation import write_arrays
 from train.data.sources import Source
 
 ARRAYS = TrainConfig(dataset="own:numbers")
@@ -32,7 +33,7 @@ def source(request, tmp_path, monkeypatch) -> Source:
     test = [example[:2] for example in train[:TEST]]
     if request.param == "arrays":
         columns = [tuple(np.stack(part) for part in zip(*examples, strict=True)) for examples in (train, test)]
-        arrays.write_arrays(tmp_path, "own:numbers", "1", {"train": columns[0], "test": columns[1]})
+        write_arrays(tmp_path, "own:numbers", "1", {"train": columns[0], "test": columns[1]})
         return open_source(ARRAYS, tmp_path)
     if request.param == "shards":
         listed_examples.shard(tmp_path, "numbers", ListedExamples(train, test), num_shards=6)
@@ -105,7 +106,7 @@ def test_evaluation_takes_every_example_once(source, replicas, replica_batch):
 def prepare(data_dir: Path, version: str, value: float) -> None:
     features = np.full((10, 3), value, np.float32)
     parts = (features, np.arange(10, dtype=np.float32))
-    arrays.write_arrays(data_dir, "own:numbers", version, {"train": parts, "test": tuple(part[:4] for part in parts)})
+    write_arrays(data_dir, "own:numbers", version, {"train": parts, "test": tuple(part[:4] for part in parts)})
 
 
 def shard(data_dir: Path, version: str, value: float, num_shards: int = 3) -> None:

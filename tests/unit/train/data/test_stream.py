@@ -13,7 +13,7 @@ from tests.support.listed_examples import ListedExamples, shard
 from train.data import batches as batching
 from train.data import blocks
 from train.data.batches import BatchSlice, Replicas
-from train.data.shards import ShardRecord
+from train.data.dataset_record import ShardRecord
 from train.data.stream import ShardSource
 
 ONE = Replicas()

@@ -16,8 +16,7 @@ import pytest
 from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support import own_module
 from train.data import user_dataset
-from train.data.arrays import ArrayRecord
-from train.data.dataset_record import DTYPES
+from train.data.dataset_record import DTYPES, ArrayRecord
 from train.data.prepare import preparation as prepare
 
 ROOT = Path(__file__).parents[4]

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from train.callbacks.callback_state import CallbackProgress, encode_attributes, restore_attributes
+from train.callbacks.callback_actions import CallbackProgress, encode_attributes, restore_attributes
 from train.callbacks.plain_values import decode_value, encode_value
 
 

@@ -24,7 +24,8 @@ from cluster.system.json_files import read_json, read_json_lines
 from tests.support import own_module
 from train.config import Optimizer, TrainConfig
 from train.context import TaskContext
-from train.data import arrays, opening
+from train.data import opening
+from train.data.prepare.preparation import write_arrays
 from train.loops import custom, fit
 from train.model import objectives
 
@@ -102,7 +103,7 @@ def train(own_parts, make_run, tmp_path) -> Callable[..., Trained]:
     run, data_dir = make_run(workers=0), tmp_path / "data"
     features = np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32)
     splits = {"train": (features, features[:, 0]), "test": (features[:7], features[:7, 0])}
-    arrays.write_arrays(data_dir, CONFIG.dataset, "1", splits)
+    write_arrays(data_dir, CONFIG.dataset, "1", splits)
 
     def do(
         steps: int,

@@ -11,7 +11,7 @@ from cluster.system.errors import UsageError
 from train import patches
 from train.config import TrainConfig
 from train.model import initial_weights, models, optimizers
-from train.pipeline import stage_variables
+from train.pipeline import stage_models
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
 from train.strategy import precision_policy
@@ -142,7 +142,7 @@ def test_weights_trained_in_another_precision_are_loaded(tmp_path, precision, wi
     with precision_policy(precision):
         trained = new_masked_model()
     prefix = tf.train.Checkpoint(model=trained).write(str(tmp_path / "ckpt"))
-    model = stage_variables.to_restore(new_masked_model) if without_memory else new_masked_model()
-    saved_weights.load_trained(model, prefix, stage_variables.as_trained(new_masked_model, precision))
+    model = stage_models.to_restore(new_masked_model) if without_memory else new_masked_model()
+    saved_weights.load_trained(model, prefix, stage_models.as_trained(new_masked_model, precision))
     for expected, loaded in zip(trained.weights, model.weights, strict=True):  # without states of random generators
         np.testing.assert_array_equal(expected.numpy(), loaded.numpy())

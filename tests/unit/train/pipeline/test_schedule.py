@@ -80,7 +80,7 @@ def test_pipedream_gradients_are_stale_by_the_stages_that_follow_and_its_version
             elif each.opcode is Opcode.BACKWARD:
                 held.remove(each.micro_batch)
             most = max(most, len({versions[micro_batch] for micro_batch in held}))
-        assert most <= schedule.weight_versions("pipedream", stage, stages, micro_batches)
+        assert most <= schedule.in_flight("pipedream", stage, stages, micro_batches)
 
 
 @settings(deadline=None)

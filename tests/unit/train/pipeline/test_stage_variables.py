@@ -14,7 +14,7 @@ from train import patches
 from train.config import TrainConfig
 from train.model import export, initial_weights
 from train.model.architectures import transformer_lm
-from train.pipeline.stage_variables import TaskStages, to_restore
+from train.pipeline.stage_models import TaskStages, to_restore
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
 

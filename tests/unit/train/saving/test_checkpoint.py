@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract.recovery import checkpoint_files
 from cluster.contract.recovery.checkpoint_files import list_finished
 from cluster.system.errors import RunFailed
 from train.model.gradients import FIRST_SCALE, LossScale
-from train.saving import checkpoint
 from train.saving.checkpoint import CheckpointManager
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
@@ -99,8 +99,8 @@ def test_a_task_that_does_not_write_leaves_nothing(tmp_path):
 
 
 def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    go, write = threading.Event(), checkpoint.write_checkpoint
-    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *given: (go.wait(20), write(*given)))
+    go, write = threading.Event(), checkpoint_files.write_checkpoint
+    monkeypatch.setattr(checkpoint_files, "write_checkpoint", lambda *given: (go.wait(20), write(*given)))
     own, saved = parts(), list[int]()
     saves = saving(tmp_path, own, saved=saved.append)
     before = own[0].get_weights()

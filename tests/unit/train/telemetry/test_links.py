@@ -14,7 +14,7 @@ from cluster.contract.run.records import Place, Position
 from cluster.contract.spec import ClusterSpec
 from cluster.system.ports import free_ports
 from tests.support.waiting import wait_for
-from train.telemetry.links import Links
+from train.telemetry.positions import Links
 
 WAITING = Position(place=Place.EXCHANGE, step=7, left=False, seconds=WAIT_S)
 
