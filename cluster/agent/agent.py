@@ -25,7 +25,7 @@ from cluster.agent.decide import Action, BareAction, EndRun, Facts, LeaveOut, Ph
 from cluster.agent.elastic import Members
 from cluster.agent.run_view import RunView
 from cluster.agent.standby import Standby, cluster_variables
-from cluster.agent.task_process import TaskProcess, Trainer, create_program, temporary_folder
+from cluster.agent.task_process import TaskProcess, Trainer, temporary_folder
 from cluster.agent.watchdog import Stall
 from cluster.contract import settings
 from cluster.contract.recovery import attempt_limits, ends, snapshot_files, standby_cluster
@@ -197,7 +197,10 @@ class Agent:
         """Create the program. It does not join the cluster before `_let_start`."""
         if not self.task.role.is_sidecar and not self.spec.serves(self.task) and not self._kind.scripted:
             environment = environment | {snapshot_files.VARIABLE: self._snapshot_files}
-        return create_program(self._kind, self._command, environment, self.run.folder, self.task)
+        run, name = self.run.folder, self.task.name
+        temporary = temporary_folder(run, self.task)
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        return self._kind(self._command, environment | {"TMPDIR": str(temporary)}, run.log(name), run.work(name))
 
     @cached_property
     def _snapshot_files(self) -> str:

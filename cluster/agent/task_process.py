@@ -1,4 +1,8 @@
-"""The process that a task's agent watches: a training program, which waits at a gate, or a user's script."""
+"""The process that a task's agent watches: a training program, which waits at a gate, or a user's script.
+
+A script does not know about gates, heartbeats or our exit codes. So its agent starts it only once the cluster is
+complete, and writes the heartbeat on its behalf until it ends.
+"""
 
 import contextlib
 import hashlib
@@ -13,15 +17,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
+from cluster.contract import settings
 from cluster.contract.recovery import ends, snapshot_files
 from cluster.contract.run import joining, logs
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Task
 from cluster.system import fork_server, memory, processes
 from cluster.system.messages import NOISE
+from cluster.system.paths import ROOT
 from cluster.system.waiting import Bell
+
+KERAS_HOOK = ROOT / "train" / "patches" / "hook"
+"""The folder of the `sitecustomize` module that patches Keras 3 in a script's process."""
 
 
 class TaskProcess(ABC):
@@ -32,20 +40,15 @@ class TaskProcess(ABC):
     noise: tuple[bytes, ...] = ()
     """Lines with one of these parts are neither logged nor shown."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self._command = command
-        self._environment = environment
-        self._log = log
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
+        """Prepare the program; `folder` is the working folder of a script."""
+        self._command, self._environment = command, dict(environment)
+        self._log, self._folder = log, folder
         self._process: subprocess.Popen[bytes] | fork_server.ForkedProcess | None = None
         self._pump: threading.Thread | None = None
         self._lines: list[str] = []
         self._end_requested = False
         self._stop_timer = processes.StopTimer()
-
-    @classmethod
-    def create(cls, command: list[str], environment: dict[str, str], run: RunFolder, task: Task) -> Self:
-        """Create the program of one of the run's tasks."""
-        return cls(command, environment, run.log(task.name))
 
     def _start(self, folder: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
         """Start the process. Its output goes to its log and to this process's output."""
@@ -140,11 +143,12 @@ class Trainer(TaskProcess):
 
     noise = NOISE
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
         gate_read, gate_write = os.pipe()
         # TensorFlow leaves temporary files behind when it is killed.
         self._scratch = tempfile.TemporaryDirectory(dir=environment.get("TMPDIR"), ignore_cleanup_errors=True)
-        super().__init__(command, environment | {"GATE_FD": str(gate_read), "TMPDIR": self._scratch.name}, log)
+        own = {"GATE_FD": str(gate_read), "TMPDIR": self._scratch.name}
+        super().__init__(command, {**environment, **own}, log, folder)
         self._gate: int | None = gate_write
         self._stacks_shown = False
         self._start(descriptors=(gate_read, *snapshot_files.descriptors(environment)))
@@ -175,17 +179,29 @@ class Trainer(TaskProcess):
             self._gate = None
 
 
-def create_program(
-    kind: type[TaskProcess], command: list[str], environment: Mapping[str, str], run: RunFolder, task: Task
-) -> TaskProcess:
-    """Create a task's program, with a folder for temporary files that survives the task's restarts."""
-    folder = temporary_folder(run, task)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return kind.create(command, {**environment, "TMPDIR": str(folder)}, run, task)
+class Script(TaskProcess):
+    """A user's script. It has no gate, so it starts only once the cluster is complete, in a separate working folder."""
+
+    scripted = True
+
+    def open_gate(self, variables: dict[str, str]) -> None:
+        self._environment = script_environment(self._environment) | variables
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._start(self._folder)
+
+
+def script_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a script's environment, in which modules of this checkout cannot shadow the script's imports.
+
+    The only entry added to its path is the folder of the Keras hook, which has no other module.
+    """
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
+    return {**settings.one_core_threads(), **environment, "PYTHONPATH": os.pathsep.join([str(KERAS_HOOK), *kept])}
 
 
 def temporary_folder(run: RunFolder, task: Task) -> Path:
-    """Return the task's folder for temporary files, in which scripts keep checkpoints.
+    """Return the task's folder for temporary files, in which scripts keep checkpoints. It survives restarts.
 
     Its name is derived from the run's token, so that other users of the machine cannot predict and create it.
     """
