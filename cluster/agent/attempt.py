@@ -262,9 +262,7 @@ class Restarter:
     """Decides for the agent of one task whether a failed program starts again, and records the decision."""
 
     def __init__(self, run: RunView, spec: ClusterSpec, task: Task) -> None:
-        self._run = run
-        self._spec = spec
-        self._task = task
+        self._run, self._spec, self._task = run, spec, task
 
     def end(
         self,
@@ -338,38 +336,19 @@ class Restarter:
             self._fail(end, count)
             return 0.0
         pause_s = attempt_limits.pause_s(tried)
-        detail = {
-            "cause": end.cause,
-            "error": end.error,
-            "failed_at": end.at,
-            "pause_s": pause_s,
-            **_attempt(end).to_json(),
-        }
+        detail = _attempt(end).to_json() | {"cause": end.cause, "error": end.error}
+        detail |= {"failed_at": end.at, "pause_s": pause_s}
         self._run.folder.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
         return pause_s
 
     def _failure(self, generation: int, end: End, step: int, saved: int) -> dict[str, Any]:
-        return {
-            "task": end.task,
-            "cause": end.cause,
-            "step": step,
-            "failed_at": end.at,
-            "kind": end.kind,
-            "last_step": end.last_step,
-            "saved": saved,
-            "runtime_s": round(end.runtime_s, 3),
-            "single_steps_from": self._single_steps_from(generation, end),
-        }
-
-    def _single_steps_from(self, generation: int, end: End) -> int | None:
-        """Return the step from which the next generation returns to Python after every step; None for no such step.
-
-        After a kill, or a failure before any step, it is the same step as in this generation.
-        """
-        if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
-            return end.last_step
+        """Return the part of the next generation's record that describes the end of this generation."""
         begun = self._run.generation_record(generation)
-        return begun.single_steps_from if begun else None
+        single_steps_from = begun.single_steps_from if begun else None
+        if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
+            single_steps_from = end.last_step
+        failure = {"task": end.task, "cause": end.cause, "step": step, "failed_at": end.at}
+        return _attempt(end, saved).to_json() | failure | {"single_steps_from": single_steps_from}
 
     def _fail(self, end: End, count: int) -> None:
         step = end.last_step
