@@ -272,10 +272,8 @@ class Client:
     def __init__(self, address: tuple[str, int], token: str, task: str, timeout_s: float) -> None:
         """Connect, and let both sides prove that they know the token.
 
-        Raises:
-            OSError: nothing answers in time.
-            EOFError: the server rejects this side's proof.
-            Refused: a server of another protocol, or without the token, answers.
+        Raises OSError if nothing answers in time, EOFError if the server rejects this side's proof, and `Refused` if a
+        server of another protocol, or without the token, answers.
         """
         deadline = time.monotonic() + timeout_s
         self._channel = Channel(token, task)

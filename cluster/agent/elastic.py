@@ -173,11 +173,9 @@ class Members:
         return generation < TRIES - 1 or bool(met & set(range(generation - TRIES + 1, generation)))
 
     def meet(self, attempt: Attempt, listener: Task, timeout_s: float) -> None:
-        """Hold the rendezvous of an attempt with the other tasks.
+        """Hold the rendezvous of an attempt with the other tasks; see `hold_rendezvous` for errors.
 
-        Raises:
-            Abandoned: the attempt has become pointless, or its program has ended or been stopped by a signal.
-            ClusterError: tasks were missing, or this one could not listen.
+        It is abandoned if the attempt has become pointless, or its program has ended or been stopped by a signal.
         """
         generation, program = attempt.generation, attempt.program
 

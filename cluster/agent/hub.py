@@ -42,37 +42,27 @@ REPLACED = {"replaced": True}
 
 
 class Message(Record):
-    """An agent's message: the newest generation that it knows with its record, the outcome, its task's heartbeat.
-
-    Attributes:
-        here: whether its task is at the rendezvous: it listens, and has reached the tasks that it must reach itself.
-    """
+    """An agent's message: the newest generation that it knows with its record, the outcome, its task's heartbeat."""
 
     number: Count
     begun: Generation | None = None
     outcome: Outcome | None = None
     beat: Heartbeat | None = None
     here: bool = False
+    """Whether its task is at the rendezvous: it listens, and has reached the tasks that it must reach itself."""
 
 
 class News(Record):
-    """The digest that the hub sends to every agent.
-
-    Attributes:
-        number: the current generation.
-        begun: the record of the current generation.
-        outcome: the run's outcome; None while the run continues.
-        stop: the request to stop; None without one.
-        unlinked: the tasks without a connection to the hub; None for many.
-        absent: the members of the cluster that have not joined the rendezvous yet; None for many.
-    """
+    """The digest that the hub sends to every agent: the current generation with its record, the outcome, and more."""
 
     number: Count = -1
     begun: Generation | None = None
     outcome: Outcome | None = None
     stop: StopRequest | None = None
     unlinked: frozenset[str] | None = MANY
+    """The tasks without a connection to the hub."""
     absent: frozenset[str] | None = MANY
+    """The members of the cluster that have not joined the rendezvous yet."""
 
     @classmethod
     def from_digest(cls, digest: Any) -> News:
@@ -187,12 +177,10 @@ class Hub(Server):
         return time.monotonic() - self._sent_at < SILENCE_S
 
     def beat(self, task: str) -> Heartbeat | None:
-        """Return the newest heartbeat that a task has sent; None if the folder may have a newer one."""
         with self._lock:
             return self._roster.beat(task)
 
     def join_rendezvous(self, number: int) -> None:
-        """Report that the chief is at the rendezvous of a generation."""
         with self._lock:
             self._roster.join_rendezvous(number)
 
@@ -288,7 +276,6 @@ class HubClient:
             self._woken.ring()
 
     def join_rendezvous(self, number: int) -> None:
-        """Report that this task is at the rendezvous of a generation and has made its connections."""
         if self._outgoing.join_rendezvous(number):
             self._woken.ring()
 

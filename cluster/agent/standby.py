@@ -45,11 +45,7 @@ class Standby:
     """Keeps one task's standby process, once the task has trained for a while."""
 
     def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int) -> None:
-        """Prepare, without starting a process.
-
-        `start` is the factory of a program with the given environment, `index` the task's position in the run, and
-        `num_tasks` the largest number of tasks that may start a standby process on this machine.
-        """
+        """Prepare to `start` programs, for the task at `index` of the run's tasks, which may share a machine."""
         self._start = start
         self._delay_s = self._next_delay_s = settings.seconds("STANDBY_DELAY_S")
         if not settings.is_set("STANDBY_DELAY_S"):
@@ -86,10 +82,8 @@ class Standby:
     def keep(self, *, training: bool, variables: dict[str, str] | None = None, like: int = 0) -> None:
         """Start the standby process when it is due; to be called often while the task's program runs.
 
-        Args:
-            training: whether the program trains now. The delay counts from the first time it does.
-            variables: environment with which the process forms a cluster with the others; None if it forms none.
-            like: id of a process that uses as much memory as a standby process in such a cluster.
+        The delay counts from the first time that the program is `training`. With `variables`, the process forms a
+        cluster with the others, and then needs as much memory as the process whose id is `like`.
         """
         now = time.monotonic()
         if self._training_since is None:
