@@ -13,8 +13,8 @@ from cluster.agent.agent import Agent
 from cluster.agent.run_view import RunView
 from cluster.agent.task_process import Script
 from cluster.contract import settings, tf_config
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.system.errors import UsageError, reports_errors
 from cluster.system.messages import COMMAND

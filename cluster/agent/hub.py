@@ -16,9 +16,8 @@ from typing import Any
 
 from cluster.agent.connection import TICK_S, Client, PeerConnection, Refused, Server
 from cluster.contract.run import joining, membership
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.joining import Invitation
+from cluster.contract.run.joining import Invitation, TaskCopy
 from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec
@@ -86,7 +85,6 @@ class Roster:
         self._received_at: dict[str, float] = {}
         """The time of each connected task's last message."""
         self._beats: dict[str, Heartbeat] = {}
-        """The newest heartbeat of each task."""
         self._here: set[str] = set()
         """The tasks at the rendezvous of the current generation."""
 
@@ -111,7 +109,6 @@ class Roster:
         return begins
 
     def closed(self, name: str) -> None:
-        """Record that a task is disconnected."""
         self._received_at.pop(name, None)
         self._beats.pop(name, None)
 
@@ -258,7 +255,6 @@ class HubClient:
         """Begin to connect; `copy` identifies this copy of the task if a scheduler may start several."""
         self._run, self._task, self._copy = RunFolder(run.path), task, copy
         self.news = News()
-        """The hub's last digest."""
         self._received_at = float("-inf")
         self._outgoing = Outgoing()
         self._stopped = False

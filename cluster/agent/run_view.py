@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cluster.agent.hub import Hub, HubClient, News
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.waiting import Bell
@@ -29,7 +29,6 @@ class RunView:
         self.folder = folder
         """The run folder; `RunFolder.learn` adds generations from the hub before the file system shows them."""
         self._copy = copy
-        """The copy of the task to which this agent belongs."""
         self._hub: Hub | None = None
         """Set in the chief's agent."""
         self._link: HubClient | None = None

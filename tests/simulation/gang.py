@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.agent.hub import SILENCE_S, News, Outgoing, Roster
 from cluster.agent.run_view import RunView
-from cluster.contract.run.copies import Superseded
+from cluster.contract.run.joining import Superseded
 from cluster.contract.spec import ClusterSpec, Role, Task
 from tests.simulation.folder import SimFolder
 from tests.simulation.world import SimTask
