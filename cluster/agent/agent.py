@@ -37,7 +37,7 @@ from cluster.contract.run.folder import TASK_LOST
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop, OutcomeState, TaskState
 from cluster.contract.spec import Role, Task
-from cluster.system import fork_server, quiet
+from cluster.system import fork_server, terminal
 from cluster.system.errors import EXIT_PEER_LOST, ClusterError
 from cluster.system.json_files import write_json
 from cluster.system.processes import as_exit_code, identity
@@ -145,7 +145,7 @@ class Agent:
         heartbeat = HeartbeatWriter(self.run.folder, self.task, self.run.generation, restarts)
         heartbeat.update(importing=True)
         heartbeat.start()
-        with contextlib.suppress(Exception), quiet.imports():
+        with contextlib.suppress(Exception), terminal.quiet_imports():
             fork_server.preload(self._imports, self.run.folder.load_config(), self.spec.strategy)
         heartbeat.stop()
 
