@@ -210,14 +210,14 @@ def temporary_folder(run: RunFolder, task: Task) -> Path:
 
 
 class MemoryKills:
-    """The processes of this task that the kernel kills for lack of memory after this object is created."""
+    """The kernel's kills of this task's processes for lack of memory, from the creation of this object."""
 
     def __init__(self) -> None:
         self._kills_before = memory.kills()
         self._began_s = time.monotonic()
 
-    def include(self, program: TaskProcess, code: int, standby_kills: int) -> bool:
-        """Return whether the program, and not only its standby process, was killed for lack of memory."""
+    def include(self, program: TaskProcess, code: int, standby_kills: int = 0) -> bool:
+        """Return whether the program, and not only its killed standby processes, was killed for lack of memory."""
         if code != -signal.SIGKILL:
             return False
         in_container = memory.kills() > self._kills_before + standby_kills

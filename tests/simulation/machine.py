@@ -153,7 +153,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "time", Clock)
     for module in (agent, elastic):
         patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
-    patch.setattr(attempt, "MemoryKills", NoKills)
+    for module in (attempt, standing_by):
+        patch.setattr(module, "MemoryKills", NoKills)
     for module in (agent, attempt):
         patch.setattr(module, "POLL_S", POLL_S)
     patch.setattr(agent, "signal", signals)
