@@ -148,15 +148,10 @@ def hold_rendezvous(
     report: Callable[[str], None] = lambda obstacle: None,
     patience: Callable[[Collection[str]], float] | None = None,
 ) -> None:
-    """Return once all members of the cluster reach each other.
+    """Return once all members of the cluster, one of which is `task`, reach each other.
 
     Args:
-        spec: the cluster.
-        task: the member that calls.
-        view: the connection to the hub; None without one.
-        generation: the generation that begins.
         token: the run's secret with the generation; tasks with another token, such as leftovers, do not count.
-        timeout_s: seconds to wait for the others.
         abandon: called repeatedly; waiting ends when it returns true.
         passed: returns the tasks that need not answer any more, since they have already passed this rendezvous.
         explain: returns a description of a missing task, such as its exit code and last line.

@@ -41,11 +41,6 @@ class Role(StrEnum):
         """Whether tasks of this role are outside the TensorFlow cluster: a strategy would wait for them forever."""
         return self == Role.EVALUATOR
 
-    @property
-    def is_singleton(self) -> bool:
-        """Whether a run has at most one task of this role, whose name then has no index."""
-        return self in (Role.CHIEF, Role.EVALUATOR)
-
 
 class Task(Record, kw_only=False):
     """One task of the run and the address of its TensorFlow server."""
@@ -174,7 +169,7 @@ class ClusterSpec(Record):
 
 def task_name(role: Role, index: int) -> str:
     """Return a task's name, with an index unless the role has at most one task."""
-    return role.value if role.is_singleton else f"{role.value}-{index}"
+    return role.value if role in (Role.CHIEF, Role.EVALUATOR) else f"{role.value}-{index}"
 
 
 def parse_count(name: str, value: object, low: int, high: int) -> int:

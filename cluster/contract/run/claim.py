@@ -19,7 +19,6 @@ WAIT_S = 60.0
 MOMENT_S = 0.5
 """How long other commands wait for a claim that is about to be released, or that another command only checks."""
 
-
 _mine: set[Path] = set()
 """The claims that this process holds."""
 
@@ -32,11 +31,8 @@ class Taken(UsageError):
 def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
     """Context manager that holds the claim on a run, which need not exist yet; waits at most `wait_s` for it.
 
-    `doing` is the operation, as a participle such as `resumed`, for the errors of other commands.
-
-    Raises:
-        Taken: another command holds the claim.
-        PrerequisiteError: the file cannot be locked.
+    `doing` is the operation, as a participle such as `resumed`, for the errors of other commands. Raises `Taken` if
+    another command holds the claim, and PrerequisiteError if the file cannot be locked.
     """
     path = run.outside("lock")
     try:

@@ -22,18 +22,12 @@ from cluster.system.json_files import write_json
 from cluster.system.waiting import wait_until
 
 HEARTBEAT_S = 1.0
-"""Interval between the heartbeats of a live task."""
 
 
 def first_heartbeat(task: Task, generation: int, restarts: int) -> Heartbeat:
     """Return the initial heartbeat of a starting task, without writing it."""
     return Heartbeat(
-        task=task.name,
-        role=task.role.value,
-        state=TaskState.STARTING,
-        generation=generation,
-        restarts=restarts,
-        updated_at=0.0,
+        task=task.name, role=task.role, state=TaskState.STARTING, generation=generation, restarts=restarts, updated_at=0
     )
 
 
@@ -49,7 +43,6 @@ class HeartbeatWriter:
         self._lock = threading.Lock()
         """Guards `current`; never held while a file is written."""
         self._writing = threading.Lock()
-        """Serializes writes."""
         self._due = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -57,7 +50,6 @@ class HeartbeatWriter:
         self._written_at = 0.0
         self.position: Callable[[], Position | None] = lambda: None  # called for each heartbeat
         self.current = first_heartbeat(task, generation, restarts)
-        """The next heartbeat."""
 
     def update(self, **values: Any) -> None:
         """Change values of the next heartbeat; a change of state is written immediately, by the background thread.
