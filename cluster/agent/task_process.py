@@ -45,7 +45,6 @@ class TaskProcess(ABC):
         self._command, self._environment = command, dict(environment)
         self._log, self._folder = log, folder
         self._process: subprocess.Popen[bytes] | fork_server.ForkedProcess | None = None
-        self._pump: threading.Thread | None = None
         self._lines: list[str] = []
         self._end_requested = False
         self._stop_timer = processes.StopTimer()
@@ -120,7 +119,7 @@ class TaskProcess(ABC):
                 self.wait(grace_s)
         self._signal(signal.SIGKILL)
         code = self.wait()
-        self._await_log(5.0)
+        self._pump.join(5.0)
         return code
 
     def error(self, code: int) -> str | None:
@@ -128,14 +127,10 @@ class TaskProcess(ABC):
 
         Without one, return its last line, labelled as such, or None after a signal, which is explanation enough.
         """
-        self._await_log(1.0)
+        self._pump.join(1.0)
         if (error := ends.find_error(self._lines, code)) or code < 0 or not self._lines:
             return error
         return f"{processes.describe_exit(code)}, last line: {self._lines[-1].strip()}"
-
-    def _await_log(self, timeout_s: float) -> None:
-        if self._pump is not None:
-            self._pump.join(timeout_s)
 
 
 class Trainer(TaskProcess):
@@ -149,7 +144,7 @@ class Trainer(TaskProcess):
         self._scratch = tempfile.TemporaryDirectory(dir=environment.get("TMPDIR"), ignore_cleanup_errors=True)
         own = {"GATE_FD": str(gate_read), "TMPDIR": self._scratch.name}
         super().__init__(command, {**environment, **own}, log, folder)
-        self._gate: int | None = gate_write
+        self._gate = open(gate_write, "wb", 0)  # noqa: PTH123, SIM115  # closed by `open_gate` and `end`
         self._stacks_shown = False
         self._start(descriptors=(gate_read, *snapshot_files.descriptors(environment)))
         os.close(gate_read)
@@ -162,21 +157,14 @@ class Trainer(TaskProcess):
             self._process.send_signal(signal.SIGUSR1)
 
     def open_gate(self, variables: dict[str, str]) -> None:
-        if self._gate is not None:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._gate, json.dumps(variables).encode() + b"\n")
-            self._close_gate()
+        with contextlib.suppress(BrokenPipeError), self._gate:
+            self._gate.write(json.dumps(variables).encode() + b"\n")
 
     def end(self, grace_s: float) -> int:
         code = super().end(grace_s)
-        self._close_gate()
+        self._gate.close()
         self._scratch.cleanup()
         return code
-
-    def _close_gate(self) -> None:
-        if self._gate is not None:
-            os.close(self._gate)
-            self._gate = None
 
 
 class Script(TaskProcess):
