@@ -88,9 +88,8 @@ def _replace_damaged(folder: Folder, name: str, scratch: str, check: Callable[[A
     if _is_valid(path, check):
         return False
     lock_name = f".{name}.lock"
-    descriptor = folder.open(lock_name, os.O_RDWR | os.O_CREAT)
-    try:
-        if not lock(descriptor):
+    with os.fdopen(folder.open(lock_name, os.O_RDWR | os.O_CREAT)) as file:
+        if not lock(file.fileno()):
             raise OSError(errno.EAGAIN, "another process holds its lock", str(path))
         if _is_valid(path, check):
             return False
@@ -99,8 +98,6 @@ def _replace_damaged(folder: Folder, name: str, scratch: str, check: Callable[[A
         except IsADirectoryError:
             folder.rename(name, f"{lock_name}.{os.urandom(8).hex()}")
             folder.link(scratch, name)
-    finally:
-        os.close(descriptor)
     return True
 
 

@@ -40,18 +40,16 @@ def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Itera
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise _unusable(path.parent, error) from error
-    try:
+    with os.fdopen(descriptor, "w") as file:
         if not _lock(descriptor, path, wait_s):
             raise Taken(_describe(run, path))
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{doing} by process {os.getpid()}\n".encode(), 0)
+        file.truncate(0)
+        print(f"{doing} by process {os.getpid()}", file=file, flush=True)
         _mine.add(path)
         try:
             yield
         finally:
             _mine.discard(path)
-    finally:
-        os.close(descriptor)
 
 
 def is_held(run: RunFolder) -> bool:
@@ -63,10 +61,8 @@ def is_held(run: RunFolder) -> bool:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
-    try:
+    with os.fdopen(descriptor):
         return not _lock(descriptor, path, 0.0)
-    finally:
-        os.close(descriptor)
 
 
 def is_scaling(run: RunFolder) -> bool:
