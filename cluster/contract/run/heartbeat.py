@@ -157,15 +157,14 @@ def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
     `names`, only the named tasks are checked.
     """
     beats = run.heartbeats()
-    watched = {name for name, beat in beats.items() if beat.state not in FINAL_STATES and (not names or name in names)}
-    doubtful = {name for name in watched if seems_old(beats[name])}
-    first = {name: beats[name] for name in doubtful}
+    running = {name: beat for name, beat in beats.items() if beat.state not in FINAL_STATES}
+    old = {name: beat for name, beat in running.items() if seems_old(beat) and (not names or name in names)}
     deadline = time.monotonic() + SECOND_LOOK_S
-    while doubtful and time.monotonic() < deadline:
+    while old and time.monotonic() < deadline:
         time.sleep(POLL_S)
         beats = run.heartbeats()
-        doubtful = {name for name in doubtful if beats.get(name) == first[name]}
-    return with_lost(beats, doubtful)
+        old = {name: beat for name, beat in old.items() if beats.get(name) == beat}
+    return with_lost(beats, old)
 
 
 def is_silent(run: RunFolder) -> bool:
