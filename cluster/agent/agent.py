@@ -297,7 +297,7 @@ class Agent:
         if action is BareAction.REPORT_FAILURE:
             assert facts.end
             ends.record_end(self.run.folder, generation, facts.end)  # first: this host may be lost
-        if facts.finding:
+        if facts.finding and facts.end:
             self._report_finding(facts.finding, attempt, facts.end)
         if facts.phase is Phase.RUNNING and facts.code is not None and facts.scripted:
             finished = TaskState.STOPPED if facts.stop_requested else TaskState.DONE
@@ -344,10 +344,8 @@ class Agent:
                 if not failure or not self.run.is_over(generation):
                     self.run.end(state, task=task or self.task.name, **failure)
 
-    def _report_finding(self, finding: Stall, attempt: Attempt, end: End | None) -> None:
+    def _report_finding(self, finding: Stall, attempt: Attempt, end: End) -> None:
         """Record a stall; after a hang, let every program print its stacks."""
-        if not end:
-            return
         self.run.folder.event(finding.task, finding.kind, step=self.run.newest_step, cause=end.cause)
         if finding.kind == "hang":
             attempt.watchdog.report_hang(finding)

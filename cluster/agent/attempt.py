@@ -161,9 +161,8 @@ class Attempt:
         cause = f"{finding.cause}, stopped by a signal" if stopped else finding.cause
         cause = self.watchdog.describe_late(cause, *([] if finding.kind == "hang" else [finding.task]))
         at = time.time() - (SILENT_S if finding.kind == "silent" else FROZEN_S)
-        return replace(
-            facts, finding=finding, end=self.recovery.end(self.generation, kind, cause, task=finding.task, at=at)
-        )
+        end = self.recovery.end(self.generation, kind, cause, task=finding.task, at=at)
+        return replace(facts, finding=finding, end=end)
 
     def _end_of(self, program: TaskProcess, code: int) -> End:
         out_of_memory = self._memory_kills.include(program, code, self._standby.kills)
@@ -242,9 +241,8 @@ class Attempt:
         folder, generation = self.run.folder, self.generation
         found = ends.recorded_ends(folder, generation)
         # A task's heartbeat is visible before this host's network file system lists the record of its end.
-        found += filter(
-            None, (ends.recorded_end(folder, generation, name) for name in self._tasks_in(TaskState.FAILED))
-        )
+        failed = (ends.recorded_end(folder, generation, name) for name in self._tasks_in(TaskState.FAILED))
+        found += filter(None, failed)
         return any(not end.may_follow for end in found if end.task != self.task.name)
 
     def _worker_restarted(self) -> bool:

@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from cluster.agent.connection import TICK_S, Client, PeerConnection, Refused, Server
@@ -229,22 +230,22 @@ class Outgoing:
     """The newest message of a task to the hub, without its heartbeat."""
 
     def __init__(self) -> None:
-        self.fields: dict[str, Any] = {"number": -1}
+        self.message = Message(number=-1)
 
     def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> bool:
         """Set the message's generation and outcome; return whether the message has changed."""
-        before, ended = self.fields, outcome and outcome.to_json()
-        if (before["number"], before.get("outcome")) == (number, ended):
+        before = self.message
+        if (before.number, before.outcome) == (number, outcome):
             return False
-        here = number == before["number"] and before.get("here", False)
-        self.fields = {"number": number, "begun": begun and begun.to_json(), "outcome": ended, "here": here}
+        here = before.here and before.number == number
+        self.message = Message(number=number, begun=begun, outcome=outcome, here=here)
         return True
 
     def join_rendezvous(self, number: int) -> bool:
         """Mark the task in the message as being at the rendezvous; return whether the message has changed."""
-        if number != self.fields["number"] or self.fields.get("here"):
+        if number != self.message.number or self.message.here:
             return False
-        self.fields = self.fields | {"here": True}  # a new dictionary: another thread may read the old one
+        self.message = replace(self.message, here=True)
         return True
 
 
@@ -318,10 +319,10 @@ class HubClient:
                     received_at = now
                 if now - received_at > SILENCE_S:
                     raise TimeoutError
-                if self._outgoing.fields["number"] >= 0:
+                if self._outgoing.message.number >= 0:
                     if now - looked >= LOOK_S:
                         looked, beat = now, self._run.heartbeat(self._task)
-                    message = self._outgoing.fields | {"beat": beat and beat.to_json()}
+                    message = replace(self._outgoing.message, beat=beat).to_json()
                     if message != sent or now - sent_at >= PULSE_S:
                         connection.send(message)  # times out if the hub does not read
                         sent, sent_at = message, now
