@@ -73,7 +73,6 @@ class Agent:
         self._kind, self._command, self._imports = kind, command, imports
         self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
         self._last_generation = -1
-        """The generation of the previous attempt."""
         self._resuming = False
         """Whether to record the event `resumed` once the program trains, after a restart of this task alone."""
         self._pause_s = 0.0

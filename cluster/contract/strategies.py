@@ -69,7 +69,6 @@ STRATEGIES = {
     name: Strategy(name=name, **record)
     for name, record in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }
-"""Every strategy by its name on the command line."""
 
 
 def get(name: str) -> Strategy:
