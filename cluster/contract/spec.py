@@ -220,10 +220,8 @@ def build(
     num_ps = parse_count("ps", ps, 0, MAX_TASKS)
     num_devices = parse_count("devices", devices, 1, MAX_DEVICES)
     resolved = strategies.resolve(strategy, num_workers, num_ps, num_devices).name
-    slots = [(Role.CHIEF, 0)]
-    slots += [(Role.WORKER, index) for index in range(num_workers)]
-    slots += [(Role.PS, index) for index in range(num_ps)]
-    slots += [(Role.EVALUATOR, 0)] if evaluator else []
+    counts = {Role.CHIEF: 1, Role.WORKER: num_workers, Role.PS: num_ps, Role.EVALUATOR: int(evaluator)}
+    slots = [(role, index) for role, count in counts.items() for index in range(count)]
     tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
     return ClusterSpec(
         strategy=resolved, devices=num_devices, separate_chief=separate_chief, pipelines=pipelines, tasks=tasks

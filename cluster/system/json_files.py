@@ -140,11 +140,7 @@ def _scratch(folder: Folder, name: str, value: Any, *, durable: bool = True, mod
 
 
 def read_json(
-    path: Path,
-    default: Any = REQUIRED,
-    *,
-    check: Callable[[Any], Any] = lambda value: value,
-    limit: int = RECORD_BYTES,
+    path: Path, default: Any = REQUIRED, *, check: Callable[[Any], Any] = lambda value: value, limit: int = RECORD_BYTES
 ) -> Any:
     """Return the checked value of a JSON file of at most `limit` bytes, or `default` if it does not exist.
 
