@@ -45,7 +45,7 @@ class Standby:
     """Keeps one task's standby process, once the task has trained for a while."""
 
     def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int) -> None:
-        """Prepare to `start` programs, for the task at `index` of the run's tasks, which may share a machine."""
+        """Prepare to `start` programs, for the task at `index` of `num_tasks`, all of which may share this machine."""
         self._start = start
         self._delay_s = self._next_delay_s = settings.seconds("STANDBY_DELAY_S")
         if not settings.is_set("STANDBY_DELAY_S"):
