@@ -23,7 +23,7 @@ from cluster.contract import user_code
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.system import quiet
+from cluster.system import terminal
 from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.system.json_files import read_json
 from cluster.system.messages import COMMAND, described, plain
@@ -120,7 +120,7 @@ def _stand_by(run: RunFolder) -> Callable[[], None]:
     os.environ["TF_CONFIG"] = os.environ[standby_cluster.VARIABLE]
     if not os.environ["TF_CONFIG"]:  # a cluster of one task
         del os.environ["TF_CONFIG"]
-    with quiet.silence():
+    with terminal.silence():
         program = Program(run, run.load_cluster().task(os.environ.get("TASK", "chief")))
         program.stand_by()
         wait_at_gate()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery import checkpoint_files
 from cluster.contract.run.folder import RunFolder
-from cluster.system import quiet
+from cluster.system import terminal
 from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.json_files import read_json
 from cluster.system.messages import plain
@@ -56,9 +56,9 @@ def main(arguments: list[str]) -> int:
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1", KERAS_BACKEND="tensorflow")
     try:
         run = RunFolder(options.run_dir)
-        with quiet.redirected({1: 2}):  # output of a user's model to stderr, because programs read stdout
+        with terminal.redirected({1: 2}):  # output of a user's model to stderr, because programs read stdout
             if options.command == "predict":
-                with quiet.imports():
+                with terminal.quiet_imports():
                     from train.prediction import predict
 
                 lines = predict(run, options.image, options.features)
@@ -118,7 +118,7 @@ def _restore(
     """Return a run's data, configuration, model with the newest weights, in float32 or `as_trained`, and their step."""
     config, cluster = TrainConfig.from_json(read_json(run.config)), run.load_cluster()
     preload.set_variables(config, cluster.strategy)  # as in the training: oneDNN changes bits, in bfloat16 considerably
-    with quiet.imports():
+    with terminal.quiet_imports():
         import tensorflow as tf
 
         from train import strategy

@@ -1,7 +1,7 @@
 """The first process of every task: runs the agent of the task that the environment names.
 
 python -m cluster.agent [-- COMMAND ...]               RUN_DIR, TASK and TF_CONFIG in the environment
-python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see cluster/agent/script.py
+python -m cluster.agent --script FILE [ARGUMENT ...]   the same for a script, see task_process.py
 """
 
 import json
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from cluster.agent.agent import Agent
 from cluster.agent.run_view import RunView
-from cluster.agent.script import Script
+from cluster.agent.task_process import Script
 from cluster.contract import settings, tf_config
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.system.errors import UsageError, reports_errors
 from cluster.system.messages import COMMAND

@@ -25,7 +25,7 @@ from cluster.agent.decide import Action, BareAction, EndRun, Facts, LeaveOut, Ph
 from cluster.agent.elastic import Members
 from cluster.agent.run_view import RunView
 from cluster.agent.standby import Standby, cluster_variables
-from cluster.agent.task_process import TaskProcess, Trainer, create_program, temporary_folder
+from cluster.agent.task_process import TaskProcess, Trainer, temporary_folder
 from cluster.agent.watchdog import Stall
 from cluster.contract import settings
 from cluster.contract.recovery import attempt_limits, ends, snapshot_files, standby_cluster
@@ -37,7 +37,7 @@ from cluster.contract.run.folder import TASK_LOST
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop, OutcomeState, TaskState
 from cluster.contract.spec import Role, Task
-from cluster.system import fork_server, quiet
+from cluster.system import fork_server, terminal
 from cluster.system.errors import EXIT_PEER_LOST, ClusterError
 from cluster.system.json_files import write_json
 from cluster.system.processes import as_exit_code, identity
@@ -73,7 +73,6 @@ class Agent:
         self._kind, self._command, self._imports = kind, command, imports
         self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
         self._last_generation = -1
-        """The generation of the previous attempt."""
         self._resuming = False
         """Whether to record the event `resumed` once the program trains, after a restart of this task alone."""
         self._pause_s = 0.0
@@ -145,7 +144,7 @@ class Agent:
         heartbeat = HeartbeatWriter(self.run.folder, self.task, self.run.generation, restarts)
         heartbeat.update(importing=True)
         heartbeat.start()
-        with contextlib.suppress(Exception), quiet.imports():
+        with contextlib.suppress(Exception), terminal.quiet_imports():
             fork_server.preload(self._imports, self.run.folder.load_config(), self.spec.strategy)
         heartbeat.stop()
 
@@ -197,7 +196,10 @@ class Agent:
         """Create the program. It does not join the cluster before `_let_start`."""
         if not self.task.role.is_sidecar and not self.spec.serves(self.task) and not self._kind.scripted:
             environment = environment | {snapshot_files.VARIABLE: self._snapshot_files}
-        return create_program(self._kind, self._command, environment, self.run.folder, self.task)
+        run, name = self.run.folder, self.task.name
+        temporary = temporary_folder(run, self.task)
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        return self._kind(self._command, environment | {"TMPDIR": str(temporary)}, run.log(name), run.work(name))
 
     @cached_property
     def _snapshot_files(self) -> str:
@@ -294,7 +296,7 @@ class Agent:
         if action is BareAction.REPORT_FAILURE:
             assert facts.end
             ends.record_end(self.run.folder, generation, facts.end)  # first: this host may be lost
-        if facts.finding:
+        if facts.finding and facts.end:
             self._report_finding(facts.finding, attempt, facts.end)
         if facts.phase is Phase.RUNNING and facts.code is not None and facts.scripted:
             finished = TaskState.STOPPED if facts.stop_requested else TaskState.DONE
@@ -341,10 +343,8 @@ class Agent:
                 if not failure or not self.run.is_over(generation):
                     self.run.end(state, task=task or self.task.name, **failure)
 
-    def _report_finding(self, finding: Stall, attempt: Attempt, end: End | None) -> None:
+    def _report_finding(self, finding: Stall, attempt: Attempt, end: End) -> None:
         """Record a stall; after a hang, let every program print its stacks."""
-        if not end:
-            return
         self.run.folder.event(finding.task, finding.kind, step=self.run.newest_step, cause=end.cause)
         if finding.kind == "hang":
             attempt.watchdog.report_hang(finding)

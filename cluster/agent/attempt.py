@@ -161,9 +161,8 @@ class Attempt:
         cause = f"{finding.cause}, stopped by a signal" if stopped else finding.cause
         cause = self.watchdog.describe_late(cause, *([] if finding.kind == "hang" else [finding.task]))
         at = time.time() - (SILENT_S if finding.kind == "silent" else FROZEN_S)
-        return replace(
-            facts, finding=finding, end=self.recovery.end(self.generation, kind, cause, task=finding.task, at=at)
-        )
+        end = self.recovery.end(self.generation, kind, cause, task=finding.task, at=at)
+        return replace(facts, finding=finding, end=end)
 
     def _end_of(self, program: TaskProcess, code: int) -> End:
         out_of_memory = self._memory_kills.include(program, code, self._standby.kills)
@@ -242,9 +241,8 @@ class Attempt:
         folder, generation = self.run.folder, self.generation
         found = ends.recorded_ends(folder, generation)
         # A task's heartbeat is visible before this host's network file system lists the record of its end.
-        found += filter(
-            None, (ends.recorded_end(folder, generation, name) for name in self._tasks_in(TaskState.FAILED))
-        )
+        failed = (ends.recorded_end(folder, generation, name) for name in self._tasks_in(TaskState.FAILED))
+        found += filter(None, failed)
         return any(not end.may_follow for end in found if end.task != self.task.name)
 
     def _worker_restarted(self) -> bool:
@@ -262,9 +260,7 @@ class Restarter:
     """Decides for the agent of one task whether a failed program starts again, and records the decision."""
 
     def __init__(self, run: RunView, spec: ClusterSpec, task: Task) -> None:
-        self._run = run
-        self._spec = spec
-        self._task = task
+        self._run, self._spec, self._task = run, spec, task
 
     def end(
         self,
@@ -338,38 +334,19 @@ class Restarter:
             self._fail(end, count)
             return 0.0
         pause_s = attempt_limits.pause_s(tried)
-        detail = {
-            "cause": end.cause,
-            "error": end.error,
-            "failed_at": end.at,
-            "pause_s": pause_s,
-            **_attempt(end).to_json(),
-        }
+        detail = _attempt(end).to_json() | {"cause": end.cause, "error": end.error}
+        detail |= {"failed_at": end.at, "pause_s": pause_s}
         self._run.folder.event(self._task.name, "restarted", step=self._run.newest_step, **detail)
         return pause_s
 
     def _failure(self, generation: int, end: End, step: int, saved: int) -> dict[str, Any]:
-        return {
-            "task": end.task,
-            "cause": end.cause,
-            "step": step,
-            "failed_at": end.at,
-            "kind": end.kind,
-            "last_step": end.last_step,
-            "saved": saved,
-            "runtime_s": round(end.runtime_s, 3),
-            "single_steps_from": self._single_steps_from(generation, end),
-        }
-
-    def _single_steps_from(self, generation: int, end: End) -> int | None:
-        """Return the step from which the next generation returns to Python after every step; None for no such step.
-
-        After a kill, or a failure before any step, it is the same step as in this generation.
-        """
-        if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
-            return end.last_step
+        """Return the part of the next generation's record that describes the end of this generation."""
         begun = self._run.generation_record(generation)
-        return begun.single_steps_from if begun else None
+        single_steps_from = begun.single_steps_from if begun else None
+        if end.kind in (PROGRAM_FAILURE, LOST_CONTACT) and end.last_step >= 0:
+            single_steps_from = end.last_step
+        failure = {"task": end.task, "cause": end.cause, "step": step, "failed_at": end.at}
+        return _attempt(end, saved).to_json() | failure | {"single_steps_from": single_steps_from}
 
     def _fail(self, end: End, count: int) -> None:
         step = end.last_step

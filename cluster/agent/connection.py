@@ -181,7 +181,14 @@ class Server:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._serve()
+            for key, events in self._selector.select(TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif peer := self._peers.get(key.fileobj):  # type: ignore[call-overload]
+                    self._exchange(peer, events)
+            for peer in self._unproved():
+                if time.monotonic() - peer.since > HANDSHAKE_S:
+                    self._close(peer)
             self.on_tick()
         self.on_tick()
         for peer in list(self._peers.values()):
@@ -200,17 +207,6 @@ class Server:
 
     def on_close(self, peer: PeerConnection) -> None:
         """Callback for a closed connection, with or without proof."""
-
-    def _serve(self) -> None:
-        """Wait for socket events, for at most `TICK_S`, and handle them."""
-        for key, events in self._selector.select(TICK_S):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif peer := self._peers.get(key.fileobj):  # type: ignore[call-overload]
-                self._exchange(peer, events)
-        for peer in self._unproved():
-            if time.monotonic() - peer.since > HANDSHAKE_S:
-                self._close(peer)
 
     def _unproved(self) -> list[PeerConnection]:
         return [peer for peer in self._peers.values() if not peer.channel.established]
@@ -272,10 +268,8 @@ class Client:
     def __init__(self, address: tuple[str, int], token: str, task: str, timeout_s: float) -> None:
         """Connect, and let both sides prove that they know the token.
 
-        Raises:
-            OSError: nothing answers in time.
-            EOFError: the server rejects this side's proof.
-            Refused: a server of another protocol, or without the token, answers.
+        Raises OSError if nothing answers in time, EOFError if the server rejects this side's proof, and `Refused` if a
+        server of another protocol, or without the token, answers.
         """
         deadline = time.monotonic() + timeout_s
         self._channel = Channel(token, task)
@@ -300,7 +294,6 @@ class Client:
         self._socket.close()
 
     def fileno(self) -> int:
-        """Return the descriptor, so that the client can be polled."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:

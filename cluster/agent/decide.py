@@ -135,7 +135,6 @@ class BareAction(Enum):
     """An action without parameters."""
 
     START = auto()
-    """Start the program."""
     LEAVE = auto()
     """End the attempt: nothing is left to decide in this generation."""
     CONTINUE = auto()
@@ -190,6 +189,8 @@ def decide(facts: Facts) -> Action:
         return STOP_RUN
     if facts.finding:
         return _after_finding(facts, facts.finding)
+    if facts.chief_done_s > SILENT_S:  # the chief's agent is stuck, and this program may not end by itself
+        return _when_done(facts)
     if facts.code is None and facts.phase in (Phase.STARTING, Phase.RUNNING):
         return _while_running(facts)
     return _POLICY[facts.phase](facts)
@@ -222,8 +223,6 @@ def records_outcome(facts: Facts) -> bool:
 
 
 def _while_paused(facts: Facts) -> Action:
-    if facts.chief_done_s > SILENT_S:
-        return _when_done(facts)
     if not facts.stop_requested:
         return BareAction.START if facts.pause_is_over else BareAction.CONTINUE
     if facts.role.is_sidecar:
@@ -241,8 +240,6 @@ def _after_missed_rendezvous(facts: Facts) -> Action:
 
 
 def _while_running(facts: Facts) -> Action:
-    if facts.chief_done_s > SILENT_S:  # the chief's agent is stuck, and this program would not end by itself
-        return _when_done(facts)
     # An evaluator ends after the run, whose last checkpoint it evaluates.
     if facts.stop_requested and not facts.serves and facts.role != Role.EVALUATOR:
         # A training program may take as long as it needs to save.

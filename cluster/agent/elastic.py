@@ -140,14 +140,11 @@ class Members:
         return {"TF_CONFIG": tf_config.dumps(cluster, self._task) or ""}
 
     def describe_missed(self, generation: int, error: ClusterError, timeout_s: float) -> MissedRendezvous:
-        missing = error.missing if isinstance(error, rendezvous.Incomplete) else frozenset[str]()
-        return MissedRendezvous(
-            str(error),
-            error.exit_code,
-            min(missing, default=""),
-            continuation=self.continue_without(generation, missing, timeout_s) if missing else None,
-            is_queued_again=bool(missing) and self.are_queued_again(generation),
-        )
+        if not isinstance(error, rendezvous.Incomplete):
+            return MissedRendezvous(str(error), error.exit_code)
+        continuation = self.continue_without(generation, error.missing, timeout_s)
+        again = self.are_queued_again(generation)
+        return MissedRendezvous(str(error), error.exit_code, min(error.missing), continuation, again)
 
     def continue_without(self, generation: int, missing: Collection[str], timeout_s: float) -> LeaveOut | None:
         """Return how to continue without missing tasks; None if the run needs them, or if another agent decides."""
@@ -173,11 +170,9 @@ class Members:
         return generation < TRIES - 1 or bool(met & set(range(generation - TRIES + 1, generation)))
 
     def meet(self, attempt: Attempt, listener: Task, timeout_s: float) -> None:
-        """Hold the rendezvous of an attempt with the other tasks.
+        """Hold the rendezvous of an attempt with the other tasks; see `hold_rendezvous` for errors.
 
-        Raises:
-            Abandoned: the attempt has become pointless, or its program has ended or been stopped by a signal.
-            ClusterError: tasks were missing, or this one could not listen.
+        It is abandoned if the attempt has become pointless, or its program has ended or been stopped by a signal.
         """
         generation, program = attempt.generation, attempt.program
 

@@ -12,13 +12,13 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from cluster.agent.connection import TICK_S, Client, PeerConnection, Refused, Server
 from cluster.contract.run import joining, membership
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.joining import Invitation
+from cluster.contract.run.joining import Invitation, TaskCopy
 from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec
@@ -42,37 +42,27 @@ REPLACED = {"replaced": True}
 
 
 class Message(Record):
-    """An agent's message: the newest generation that it knows with its record, the outcome, its task's heartbeat.
-
-    Attributes:
-        here: whether its task is at the rendezvous: it listens, and has reached the tasks that it must reach itself.
-    """
+    """An agent's message: the newest generation that it knows with its record, the outcome, its task's heartbeat."""
 
     number: Count
     begun: Generation | None = None
     outcome: Outcome | None = None
     beat: Heartbeat | None = None
     here: bool = False
+    """Whether its task is at the rendezvous: it listens, and has reached the tasks that it must reach itself."""
 
 
 class News(Record):
-    """The digest that the hub sends to every agent.
-
-    Attributes:
-        number: the current generation.
-        begun: the record of the current generation.
-        outcome: the run's outcome; None while the run continues.
-        stop: the request to stop; None without one.
-        unlinked: the tasks without a connection to the hub; None for many.
-        absent: the members of the cluster that have not joined the rendezvous yet; None for many.
-    """
+    """The digest that the hub sends to every agent: the current generation with its record, the outcome, and more."""
 
     number: Count = -1
     begun: Generation | None = None
     outcome: Outcome | None = None
     stop: StopRequest | None = None
     unlinked: frozenset[str] | None = MANY
+    """The tasks without a connection to the hub."""
     absent: frozenset[str] | None = MANY
+    """The members of the cluster that have not joined the rendezvous yet."""
 
     @classmethod
     def from_digest(cls, digest: Any) -> News:
@@ -96,7 +86,6 @@ class Roster:
         self._received_at: dict[str, float] = {}
         """The time of each connected task's last message."""
         self._beats: dict[str, Heartbeat] = {}
-        """The newest heartbeat of each task."""
         self._here: set[str] = set()
         """The tasks at the rendezvous of the current generation."""
 
@@ -121,7 +110,6 @@ class Roster:
         return begins
 
     def closed(self, name: str) -> None:
-        """Record that a task is disconnected."""
         self._received_at.pop(name, None)
         self._beats.pop(name, None)
 
@@ -187,12 +175,10 @@ class Hub(Server):
         return time.monotonic() - self._sent_at < SILENCE_S
 
     def beat(self, task: str) -> Heartbeat | None:
-        """Return the newest heartbeat that a task has sent; None if the folder may have a newer one."""
         with self._lock:
             return self._roster.beat(task)
 
     def join_rendezvous(self, number: int) -> None:
-        """Report that the chief is at the rendezvous of a generation."""
         with self._lock:
             self._roster.join_rendezvous(number)
 
@@ -244,22 +230,22 @@ class Outgoing:
     """The newest message of a task to the hub, without its heartbeat."""
 
     def __init__(self) -> None:
-        self.fields: dict[str, Any] = {"number": -1}
+        self.message = Message(number=-1)
 
     def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> bool:
         """Set the message's generation and outcome; return whether the message has changed."""
-        before, ended = self.fields, outcome and outcome.to_json()
-        if (before["number"], before.get("outcome")) == (number, ended):
+        before = self.message
+        if (before.number, before.outcome) == (number, outcome):
             return False
-        here = number == before["number"] and before.get("here", False)
-        self.fields = {"number": number, "begun": begun and begun.to_json(), "outcome": ended, "here": here}
+        here = before.here and before.number == number
+        self.message = Message(number=number, begun=begun, outcome=outcome, here=here)
         return True
 
     def join_rendezvous(self, number: int) -> bool:
         """Mark the task in the message as being at the rendezvous; return whether the message has changed."""
-        if number != self.fields["number"] or self.fields.get("here"):
+        if number != self.message.number or self.message.here:
             return False
-        self.fields = self.fields | {"here": True}  # a new dictionary: another thread may read the old one
+        self.message = replace(self.message, here=True)
         return True
 
 
@@ -270,7 +256,6 @@ class HubClient:
         """Begin to connect; `copy` identifies this copy of the task if a scheduler may start several."""
         self._run, self._task, self._copy = RunFolder(run.path), task, copy
         self.news = News()
-        """The hub's last digest."""
         self._received_at = float("-inf")
         self._outgoing = Outgoing()
         self._stopped = False
@@ -288,7 +273,6 @@ class HubClient:
             self._woken.ring()
 
     def join_rendezvous(self, number: int) -> None:
-        """Report that this task is at the rendezvous of a generation and has made its connections."""
         if self._outgoing.join_rendezvous(number):
             self._woken.ring()
 
@@ -335,10 +319,10 @@ class HubClient:
                     received_at = now
                 if now - received_at > SILENCE_S:
                     raise TimeoutError
-                if self._outgoing.fields["number"] >= 0:
+                if self._outgoing.message.number >= 0:
                     if now - looked >= LOOK_S:
                         looked, beat = now, self._run.heartbeat(self._task)
-                    message = self._outgoing.fields | {"beat": beat and beat.to_json()}
+                    message = replace(self._outgoing.message, beat=beat).to_json()
                     if message != sent or now - sent_at >= PULSE_S:
                         connection.send(message)  # times out if the hub does not read
                         sent, sent_at = message, now

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.agent.connection import Client, PeerConnection, Refused, Server
@@ -73,27 +72,20 @@ class Incomplete(TimedOut):
         self.missing = frozenset(missing)
 
 
-@dataclass
 class Attendance:
     """The attendance as known to one task; its listener's and dialer's threads update it."""
 
-    token: str
-    others: frozenset[str]
-    view: RunView | None = None
-    generation: int = 0
-    missing: dict[str, str] = field(init=False)
-    """The tasks that this task has not reached, each with the latest reason."""
-    unconfirmed: set[str] = field(init=False)
-    """The tasks that have not reached this task."""
-    received_s: float = 0.0
-    """When the hub was last connected, in seconds since the rendezvous began."""
-    last_try_ends: float = 0.0
-    """The end of the last try, in which all tasks are dialed once more, by the monotonic clock; 0 before it begins."""
-    over: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.missing = dict.fromkeys(self.others, "not tried yet")
-        self.unconfirmed = set(self.others)
+    def __init__(self, token: str, others: frozenset[str], view: RunView | None = None, generation: int = 0) -> None:
+        self.token, self.others, self.view, self.generation = token, others, view, generation
+        self.missing = dict.fromkeys(others, "not tried yet")
+        """The tasks that this task has not reached, each with the latest reason."""
+        self.unconfirmed = set(others)
+        """The tasks that have not reached this task."""
+        self.received_s = 0.0
+        """When the hub was last connected, in seconds since the rendezvous began."""
+        self.last_try_ends = 0.0
+        """The end of the last try, in which all are dialed once more, by the monotonic clock; 0 before it begins."""
+        self.over = threading.Event()
 
     @property
     def absent(self) -> frozenset[str]:
@@ -156,15 +148,10 @@ def hold_rendezvous(
     report: Callable[[str], None] = lambda obstacle: None,
     patience: Callable[[Collection[str]], float] | None = None,
 ) -> None:
-    """Return once all members of the cluster reach each other.
+    """Return once all members of the cluster, one of which is `task`, reach each other.
 
     Args:
-        spec: the cluster.
-        task: the member that calls.
-        view: the connection to the hub; None without one.
-        generation: the generation that begins.
         token: the run's secret with the generation; tasks with another token, such as leftovers, do not count.
-        timeout_s: seconds to wait for the others.
         abandon: called repeatedly; waiting ends when it returns true.
         passed: returns the tasks that need not answer any more, since they have already passed this rendezvous.
         explain: returns a description of a missing task, such as its exit code and last line.
@@ -172,10 +159,8 @@ def hold_rendezvous(
         patience: returns the timeout in seconds for a set of absent tasks; without it, `timeout_s`.
 
     Raises:
-        PortTaken: another program used this task's port until the timeout.
-        Abandoned: `abandon` returned true.
         Incomplete: tasks are missing; the message gives the reason for each.
-        TimedOut: this task's own address was not available.
+        PortTaken, TimedOut, Abandoned: see `open_task_listener`.
     """
     others = [member for member in spec.members if member.name != task.name]
     if not others:
@@ -205,7 +190,7 @@ def hold_rendezvous(
             view.join_rendezvous(generation)
     finally:
         rendezvous.over.set()
-        dialer.end()
+        dialer.threads.shutdown(wait=False, cancel_futures=True)
         answering.close()
 
 
@@ -281,17 +266,13 @@ class Dialer:
         """Prepare to dial; a task that did not answer is dialed again after `again_s`."""
         self._task, self._others, self._rendezvous, self._again_s = task, others, rendezvous, again_s
         self._dialed: set[str] = set()
-        self._threads = ThreadPoolExecutor(DIALERS, thread_name_prefix="dialer")
+        self.threads = ThreadPoolExecutor(DIALERS, thread_name_prefix="dialer")
 
     def dial(self, names: frozenset[str]) -> None:
         """Dial the given tasks from now on, unless they have answered."""
         for name in sorted((names & self._rendezvous.missing.keys()) - self._dialed):
             self._dialed.add(name)
-            self._threads.submit(self._dial, name)
-
-    def end(self) -> None:
-        """Stop dialing; the rendezvous must be over."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+            self.threads.submit(self._dial, name)
 
     def _dial(self, name: str) -> None:
         rendezvous = self._rendezvous
@@ -305,7 +286,7 @@ class Dialer:
         rendezvous.missing[name] = reason
         rendezvous.over.wait(self._again_s)
         with contextlib.suppress(RuntimeError):  # the executor has been shut down
-            self._threads.submit(self._dial, name)
+            self.threads.submit(self._dial, name)
 
 
 def _dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
@@ -338,10 +319,7 @@ def open_task_listener(
 
     The kernel frees a killed program's port only after its memory, and a machine can be off its network for a while.
 
-    Raises:
-        PortTaken: another program used the port until the timeout.
-        Abandoned: `abandon` returned true.
-        TimedOut: the address was not available until the timeout.
+    Raises PortTaken or TimedOut if that lasts until the timeout, and Abandoned once `abandon` returns true.
     """
     deadline, reported = time.monotonic() + timeout_s, ""
     while True:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cluster.agent.hub import Hub, HubClient, News
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.waiting import Bell
@@ -29,7 +29,6 @@ class RunView:
         self.folder = folder
         """The run folder; `RunFolder.learn` adds generations from the hub before the file system shows them."""
         self._copy = copy
-        """The copy of the task to which this agent belongs."""
         self._hub: Hub | None = None
         """Set in the chief's agent."""
         self._link: HubClient | None = None
@@ -144,11 +143,10 @@ class RunView:
             self._read.clear()
 
     def begin_generation(self, number: int, **why: Any) -> bool:
-        """Begin generation `number` unless another task has or the run has ended; return whether this call did."""
+        """Begin a generation unless another task has or the run has ended; return whether this call did."""
         return self._write(lambda: self.folder.outcome is None and self.folder.begin_generation(number, **why))
 
     def end(self, state: str, **why: Any) -> bool:
-        """Record the outcome unless another task has; return whether this call did."""
         return self._write(lambda: self.folder.end(state, **why))
 
     def refresh_generations(self) -> None:
@@ -157,13 +155,11 @@ class RunView:
         self._read.clear()
 
     def request_stop(self, by: str, *, then: str = AfterStop.END) -> bool:
-        """Request that every task saves at the same step and stops; return False if that was requested before."""
         return self._write(lambda: self.folder.request_stop(by, then=then))
 
     # The other tasks
 
     def heartbeat(self, task: str) -> Heartbeat | None:
-        """Return a task's newest heartbeat; None without a valid one."""
         return (self._hub.beat(task) if self._hub else None) or self.folder.heartbeat(task)
 
     def heartbeats(self) -> dict[str, Heartbeat]:
@@ -181,7 +177,6 @@ class RunView:
 
     @property
     def newest_step(self) -> int:
-        """The newest step that any task reports."""
         return max((beat.step for beat in self.heartbeats().values()), default=0)
 
     @property

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.agent.task_process import TaskProcess
+from cluster.agent.task_process import MemoryKills, TaskProcess
 from cluster.contract import settings, tf_config
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run.folder import RunFolder
@@ -45,11 +45,7 @@ class Standby:
     """Keeps one task's standby process, once the task has trained for a while."""
 
     def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int) -> None:
-        """Prepare, without starting a process.
-
-        `start` is the factory of a program with the given environment, `index` the task's position in the run, and
-        `num_tasks` the largest number of tasks that may start a standby process on this machine.
-        """
+        """Prepare to `start` programs, for the task at `index` of `num_tasks`, all of which may share this machine."""
         self._start = start
         self._delay_s = self._next_delay_s = settings.seconds("STANDBY_DELAY_S")
         if not settings.is_set("STANDBY_DELAY_S"):
@@ -62,8 +58,9 @@ class Standby:
         """The number of the cluster that the process forms with other standby processes, the only ones that it can then
         train with; None if it forms none."""
         self._training_since: float | None = None
-        self._started_at = self._again_at = self._cluster_looked_at = 0.0
-        self._kills = self._kills_before = self._removed = 0
+        self._memory_kills = MemoryKills()
+        self._again_at = self._cluster_looked_at = 0.0
+        self._kills = self._removed = 0
 
     @property
     def settled(self) -> bool:
@@ -86,10 +83,8 @@ class Standby:
     def keep(self, *, training: bool, variables: dict[str, str] | None = None, like: int = 0) -> None:
         """Start the standby process when it is due; to be called often while the task's program runs.
 
-        Args:
-            training: whether the program trains now. The delay counts from the first time it does.
-            variables: environment with which the process forms a cluster with the others; None if it forms none.
-            like: id of a process that uses as much memory as a standby process in such a cluster.
+        The delay counts from the first time that the program is `training`. With `variables`, the process forms a
+        cluster with the others, and then needs as much memory as the process whose id is `like`.
         """
         now = time.monotonic()
         if self._training_since is None:
@@ -105,7 +100,7 @@ class Standby:
             self._enabled = False
             return
         self.cluster = None if variables is None else int(variables[standby_cluster.NUMBER])
-        self._started_at, self._kills_before = now, memory.kills()
+        self._memory_kills = MemoryKills()
         self._program = self._start(dict(os.environ) | {"STANDBY_PROCESS": "1"} | (variables or {}))
         self._set_kill_score(FIRST_TO_KILL)
 
@@ -113,10 +108,9 @@ class Standby:
         """Remove a standby process that has ended or become useless; `keep` starts another unless memory is short."""
         program, self._program, self.cluster = self._program, None, None
         assert program
-        for_memory = memory.kills() > self._kills_before or memory.in_kernel_log(program.pid, self._started_at)
         if self._was_killed(program):
             self._kills += 1
-            self._enabled = not for_memory
+            self._enabled = not self._memory_kills.include(program, -signal.SIGKILL)
         program.end(0.0)
         self._again_at = time.monotonic() + min(LONGEST_AGAIN_S, AGAIN_S * 2**self._removed)
         self._removed += 1

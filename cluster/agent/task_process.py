@@ -1,4 +1,8 @@
-"""The process that a task's agent watches: a training program, which waits at a gate, or a user's script."""
+"""The process that a task's agent watches: a training program, which waits at a gate, or a user's script.
+
+A script does not know about gates, heartbeats or our exit codes. So its agent starts it only once the cluster is
+complete, and writes the heartbeat on its behalf until it ends.
+"""
 
 import contextlib
 import hashlib
@@ -13,15 +17,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
+from cluster.contract import settings
 from cluster.contract.recovery import ends, snapshot_files
 from cluster.contract.run import joining, logs
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Task
 from cluster.system import fork_server, memory, processes
 from cluster.system.messages import NOISE
+from cluster.system.paths import ROOT
 from cluster.system.waiting import Bell
+
+KERAS_HOOK = ROOT / "train" / "patches" / "hook"
+"""The folder of the `sitecustomize` module that patches Keras 3 in a script's process."""
 
 
 class TaskProcess(ABC):
@@ -32,20 +40,14 @@ class TaskProcess(ABC):
     noise: tuple[bytes, ...] = ()
     """Lines with one of these parts are neither logged nor shown."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self._command = command
-        self._environment = environment
-        self._log = log
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
+        """Prepare the program; `folder` is the working folder of a script."""
+        self._command, self._environment = command, dict(environment)
+        self._log, self._folder = log, folder
         self._process: subprocess.Popen[bytes] | fork_server.ForkedProcess | None = None
-        self._pump: threading.Thread | None = None
         self._lines: list[str] = []
         self._end_requested = False
         self._stop_timer = processes.StopTimer()
-
-    @classmethod
-    def create(cls, command: list[str], environment: dict[str, str], run: RunFolder, task: Task) -> Self:
-        """Create the program of one of the run's tasks."""
-        return cls(command, environment, run.log(task.name))
 
     def _start(self, folder: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
         """Start the process. Its output goes to its log and to this process's output."""
@@ -117,7 +119,7 @@ class TaskProcess(ABC):
                 self.wait(grace_s)
         self._signal(signal.SIGKILL)
         code = self.wait()
-        self._await_log(5.0)
+        self._pump.join(5.0)
         return code
 
     def error(self, code: int) -> str | None:
@@ -125,14 +127,10 @@ class TaskProcess(ABC):
 
         Without one, return its last line, labelled as such, or None after a signal, which is explanation enough.
         """
-        self._await_log(1.0)
+        self._pump.join(1.0)
         if (error := ends.find_error(self._lines, code)) or code < 0 or not self._lines:
             return error
         return f"{processes.describe_exit(code)}, last line: {self._lines[-1].strip()}"
-
-    def _await_log(self, timeout_s: float) -> None:
-        if self._pump is not None:
-            self._pump.join(timeout_s)
 
 
 class Trainer(TaskProcess):
@@ -140,12 +138,13 @@ class Trainer(TaskProcess):
 
     noise = NOISE
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
         gate_read, gate_write = os.pipe()
         # TensorFlow leaves temporary files behind when it is killed.
         self._scratch = tempfile.TemporaryDirectory(dir=environment.get("TMPDIR"), ignore_cleanup_errors=True)
-        super().__init__(command, environment | {"GATE_FD": str(gate_read), "TMPDIR": self._scratch.name}, log)
-        self._gate: int | None = gate_write
+        own = {"GATE_FD": str(gate_read), "TMPDIR": self._scratch.name}
+        super().__init__(command, {**environment, **own}, log, folder)
+        self._gate = open(gate_write, "wb", 0)  # noqa: PTH123, SIM115  # closed by `open_gate` and `end`
         self._stacks_shown = False
         self._start(descriptors=(gate_read, *snapshot_files.descriptors(environment)))
         os.close(gate_read)
@@ -158,34 +157,39 @@ class Trainer(TaskProcess):
             self._process.send_signal(signal.SIGUSR1)
 
     def open_gate(self, variables: dict[str, str]) -> None:
-        if self._gate is not None:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._gate, json.dumps(variables).encode() + b"\n")
-            self._close_gate()
+        with contextlib.suppress(BrokenPipeError), self._gate:
+            self._gate.write(json.dumps(variables).encode() + b"\n")
 
     def end(self, grace_s: float) -> int:
         code = super().end(grace_s)
-        self._close_gate()
+        self._gate.close()
         self._scratch.cleanup()
         return code
 
-    def _close_gate(self) -> None:
-        if self._gate is not None:
-            os.close(self._gate)
-            self._gate = None
+
+class Script(TaskProcess):
+    """A user's script. It has no gate, so it starts only once the cluster is complete, in a separate working folder."""
+
+    scripted = True
+
+    def open_gate(self, variables: dict[str, str]) -> None:
+        self._environment = script_environment(self._environment) | variables
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._start(self._folder)
 
 
-def create_program(
-    kind: type[TaskProcess], command: list[str], environment: Mapping[str, str], run: RunFolder, task: Task
-) -> TaskProcess:
-    """Create a task's program, with a folder for temporary files that survives the task's restarts."""
-    folder = temporary_folder(run, task)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return kind.create(command, {**environment, "TMPDIR": str(folder)}, run, task)
+def script_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a script's environment, in which modules of this checkout cannot shadow the script's imports.
+
+    The only entry added to its path is the folder of the Keras hook, which has no other module.
+    """
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
+    return {**settings.one_core_threads(), **environment, "PYTHONPATH": os.pathsep.join([str(KERAS_HOOK), *kept])}
 
 
 def temporary_folder(run: RunFolder, task: Task) -> Path:
-    """Return the task's folder for temporary files, in which scripts keep checkpoints.
+    """Return the task's folder for temporary files, in which scripts keep checkpoints. It survives restarts.
 
     Its name is derived from the run's token, so that other users of the machine cannot predict and create it.
     """
@@ -194,14 +198,14 @@ def temporary_folder(run: RunFolder, task: Task) -> Path:
 
 
 class MemoryKills:
-    """The processes of this task that the kernel kills for lack of memory after this object is created."""
+    """The kernel's kills of this task's processes for lack of memory, from the creation of this object."""
 
     def __init__(self) -> None:
         self._kills_before = memory.kills()
         self._began_s = time.monotonic()
 
-    def include(self, program: TaskProcess, code: int, standby_kills: int) -> bool:
-        """Return whether the program, and not only its standby process, was killed for lack of memory."""
+    def include(self, program: TaskProcess, code: int, standby_kills: int = 0) -> bool:
+        """Return whether the program, and not only its killed standby processes, was killed for lack of memory."""
         if code != -signal.SIGKILL:
             return False
         in_container = memory.kills() > self._kills_before + standby_kills

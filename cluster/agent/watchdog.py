@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from cluster.agent.hub import SILENCE_S
@@ -84,6 +83,7 @@ class Watchdog:
         self._others_every_s = EXAMINE_S if task.role == Role.CHIEF else OTHERS_S * larger
         self._others_read_at = self._began - self._others_every_s
         self._names = [task.name for task in spec.tasks]
+        self._hang = run.folder.control / f"hang-{generation}.json"
         self._hangs, self._hang_looked = False, self._began - EXAMINE_S
 
     def stopped(self, stopped_s: float) -> Stall | None:
@@ -176,10 +176,6 @@ class Watchdog:
     def report_hang(self, finding: Stall) -> None:
         """Report a hang to every agent, so that each makes its program print its stacks."""
         create_json(self._hang, {"task": finding.task, "cause": finding.cause, "time": time.time()})
-
-    @property
-    def _hang(self) -> Path:
-        return self._run.folder.control / f"hang-{self._generation}.json"
 
     def _read(
         self, read: Callable[[str], Heartbeat | None], watched: Sequence[str], now: float, others_every_s: float

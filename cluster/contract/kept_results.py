@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.system.json_files import read_json, write_json
-from cluster.system.loaded import is_module, state_of
+from cluster.system.loaded import imported, is_module, state_of
 from cluster.system.paths import ROOT
 
 VOLATILE = ("_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES")
@@ -83,8 +83,7 @@ def watch() -> None:
 
 def opened() -> list[str]:
     """Return the files of the user's imported modules, and the files and folders opened since `watch`."""
-    found = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    modules = {str(Path(file).absolute()) for file in found if isinstance(file, str)}
+    modules = {str(Path(file).absolute()) for file in imported()}
     return sorted(filter(is_users, _opened | modules))
 
 

@@ -33,31 +33,22 @@ def whole(expected: str, low: int, high: int) -> Callable[[Any], int]:
     return check
 
 
-count = whole("a whole number from 0", 0, MAX_COUNT)
-step = whole("a number of steps", -1, MAX_COUNT)
-"""The number of finished steps; -1 for none."""
-code = whole("an exit code", -(2**31), 2**31)
-
-
-def number(value: Any) -> float:
-    """Check a finite number."""
+def _number(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
         raise unexpected("a number", value)
     return float(value) if isinstance(value, float) else int(value)
 
 
-def seconds(value: Any) -> float:
-    """Check a duration, or a time since the epoch, in seconds."""
-    if not 0 <= number(value) <= MAX_SECONDS:
+def _seconds(value: Any) -> float:
+    if not 0 <= _number(value) <= MAX_SECONDS:
         raise unexpected(f"seconds, at most {MAX_SECONDS:g}", value)
     return float(value)
 
 
-def measured(value: Any) -> float | None:
-    """Check a number or null; return null for a number that is not finite or too large."""
+def _measured(value: Any) -> float | None:
     if isinstance(value, float) and not abs(value) <= MAX_NUMBER:
         return None
-    return None if value is None else number(value)
+    return None if value is None else _number(value)
 
 
 def text(value: Any) -> str:
@@ -67,8 +58,7 @@ def text(value: Any) -> str:
     return value
 
 
-def flag(value: Any) -> bool:
-    """Check a boolean."""
+def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise unexpected("true or false", value)
     return value
@@ -83,11 +73,6 @@ def one_of(*names: str) -> Check:
         return value
 
     return check
-
-
-def optional(check: Check) -> Check:
-    """Return a check for a value that passes `check`, or null."""
-    return lambda value: None if value is None else check(value)
 
 
 def listing(check: Check) -> Check:
@@ -125,12 +110,15 @@ def unexpected(expected: str, value: Any) -> ValueError:
     return ValueError(f"expected {expected}, not {type(value).__name__} {ascii(value)[:40]}")
 
 
-Count = Annotated[int, count]
-ExitCode = Annotated[int, code]
-Step = Annotated[int, step]
-Number = Annotated[float, number]
-Seconds = Annotated[float, seconds]
-Measured = Annotated[float | None, measured]
+Count = Annotated[int, whole("a whole number from 0", 0, MAX_COUNT)]
+ExitCode = Annotated[int, whole("an exit code", -(2**31), 2**31)]
+Step = Annotated[int, whole("a number of steps", -1, MAX_COUNT)]
+"""The number of finished steps; -1 for none."""
+Number = Annotated[float, _number]
+Seconds = Annotated[float, _seconds]
+"""A duration, or a time since the epoch."""
+Measured = Annotated[float | None, _measured]
+"""A number; None if it is null, not finite or too large."""
 
 SPARSE = {"sparse": True}
 """The metadata of a field that is written only if its value differs from its default."""
@@ -204,7 +192,8 @@ def _check_of(annotation: Any) -> Check:
     if origin is Annotated:
         check = annotation.__metadata__[0]
     elif origin in (types.UnionType, typing.Union):
-        check = optional(_check_of(next(each for each in arguments if each is not types.NoneType)))
+        known = _check_of(next(each for each in arguments if each is not types.NoneType))
+        return lambda value: None if value is None else known(value)
     elif origin in (tuple, frozenset):
         items = listing(_check_of(arguments[0]))
         return lambda value: origin(items(value))
@@ -219,7 +208,7 @@ def _check_of(annotation: Any) -> Check:
     return check
 
 
-_SIMPLE: dict[Any, Check] = {str: text, bool: flag, Any: lambda value: value}
+_SIMPLE: dict[Any, Check] = {str: text, bool: _flag, Any: lambda value: value}
 
 
 def _plain(value: Any) -> Any:

@@ -41,11 +41,6 @@ class Role(StrEnum):
         """Whether tasks of this role are outside the TensorFlow cluster: a strategy would wait for them forever."""
         return self == Role.EVALUATOR
 
-    @property
-    def is_singleton(self) -> bool:
-        """Whether a run has at most one task of this role, whose name then has no index."""
-        return self in (Role.CHIEF, Role.EVALUATOR)
-
 
 class Task(Record, kw_only=False):
     """One task of the run and the address of its TensorFlow server."""
@@ -174,7 +169,7 @@ class ClusterSpec(Record):
 
 def task_name(role: Role, index: int) -> str:
     """Return a task's name, with an index unless the role has at most one task."""
-    return role.value if role.is_singleton else f"{role.value}-{index}"
+    return role.value if role in (Role.CHIEF, Role.EVALUATOR) else f"{role.value}-{index}"
 
 
 def parse_count(name: str, value: object, low: int, high: int) -> int:
@@ -225,10 +220,8 @@ def build(
     num_ps = parse_count("ps", ps, 0, MAX_TASKS)
     num_devices = parse_count("devices", devices, 1, MAX_DEVICES)
     resolved = strategies.resolve(strategy, num_workers, num_ps, num_devices).name
-    slots = [(Role.CHIEF, 0)]
-    slots += [(Role.WORKER, index) for index in range(num_workers)]
-    slots += [(Role.PS, index) for index in range(num_ps)]
-    slots += [(Role.EVALUATOR, 0)] if evaluator else []
+    counts = {Role.CHIEF: 1, Role.WORKER: num_workers, Role.PS: num_ps, Role.EVALUATOR: int(evaluator)}
+    slots = [(role, index) for role, count in counts.items() for index in range(count)]
     tasks = tuple(Task(role, index, task_name(role, index), TASK_PORT) for role, index in slots)
     return ClusterSpec(
         strategy=resolved, devices=num_devices, separate_chief=separate_chief, pipelines=pipelines, tasks=tasks

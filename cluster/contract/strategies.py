@@ -65,11 +65,8 @@ class Strategy:
         return any(all(low <= counts[of] <= high for of, (low, high) in each.items()) for each in self.runs_on)
 
 
-STRATEGIES = {
-    name: Strategy(name=name, **record)
-    for name, record in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
-}
-"""Every strategy by its name on the command line."""
+_RECORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+STRATEGIES = {name: Strategy(name=name, **record) for name, record in _RECORDS.items()}
 
 
 def get(name: str) -> Strategy:

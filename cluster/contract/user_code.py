@@ -34,16 +34,14 @@ ERRORS = {error.exit_code: error for error in (ClusterError, UsageError, Prerequ
 
 
 class Program(Protocol):
-    """A running program, with its process group."""
+    """A running program. `wait` is like that of `subprocess.Popen`; `kill` also kills the program's process group."""
 
     stdout: IO[bytes]
     """The program's stdout and stderr."""
 
-    def wait(self, timeout_s: float) -> int:
-        """Return the exit code, negative for a signal; raise subprocess.TimeoutExpired if the program still runs."""
+    def wait(self, timeout_s: float) -> int: ...
 
-    def kill(self) -> None:
-        """Kill the program, if it runs, and its process group."""
+    def kill(self) -> None: ...
 
 
 Start = Callable[[Sequence[str], Mapping[str, str]], Program]
@@ -87,8 +85,8 @@ def run(
 ) -> Any:
     """Run a program that calls `reply`; return its result, or raise the ClusterError in its reply.
 
-    `what` names the program in errors; `setting` is the key of its timeout in `settings.SECONDS`; its output, which
-    goes to stderr. `start` replaces the start of a new process in `cwd`. The result is kept in the file `kept`, with
+    `what` names the program in errors; `setting` is the key of its timeout in `settings.SECONDS`. Its output goes to
+    stderr. `start` replaces the start of a new process in `cwd`. The result is kept in the file `kept`, with
     the last 1000 lines printed, for `kept_results.recall`.
     """
     timeout_s, began, printed = settings.seconds(setting), time.time(), deque[bytes](maxlen=1000)

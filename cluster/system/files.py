@@ -52,8 +52,7 @@ class Folder:
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
         """Open an entry and return its descriptor; `mode` is for an entry that is created.
 
-        Raises:
-            OSError: the entry cannot be opened, or it is a link or of the wrong type in a guarded folder.
+        Raises OSError if it cannot be opened, or if it is a link or of the wrong type in a guarded folder.
         """
         if self.guarded:
             if name == "..":
@@ -99,8 +98,7 @@ class Folder:
 def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
     """Context manager that opens a folder; `make` creates it and its parents, but not a guarded folder itself.
 
-    Raises:
-        OSError: the folder cannot be opened, or its path has a link below a guarded folder.
+    Raises OSError if it cannot be opened, or if its path has a link below a guarded folder.
     """
     root = next((folder for folder in reversed((path / "file").parents) if str(folder) in _guarded), None)
     base = root or path
@@ -121,11 +119,7 @@ def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
 
 
 def open_file(path: Path, mode: str) -> IO[bytes]:
-    """Open a regular file in a binary mode, like the built-in `open`.
-
-    Raises:
-        OSError: the file cannot be opened, or its path has a link below a guarded folder.
-    """
+    """Open a regular file in a binary mode, like the built-in `open`; see `open_folder` for errors."""
     with open_folder(path.parent) as folder:
         return open(path, mode, opener=lambda _, flags: folder.open(path.name, flags))
 
@@ -187,11 +181,7 @@ def sync(path: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Check that neither the path of a folder nor the folder has links, for programs that would follow them.
-
-    Raises:
-        OSError: there is a link, or an entry that is neither a file nor a folder.
-    """
+    """Raise OSError if a folder or its path has a link, which programs would follow, or the folder a special file."""
     if not os.path.lexists(folder):
         return
     with open_folder(folder):
@@ -274,12 +264,9 @@ def _create() -> tuple[Path, int]:
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
         with contextlib.suppress(FileNotFoundError):  # removed before it was locked
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            if _try_lock(descriptor) and path.exists():
+            locked = True
+            with contextlib.suppress(OSError):  # no locks on this file system: the folder remains after a kill
+                locked = lock(descriptor, 0.0)
+            if locked and path.exists():
                 return path, descriptor
             os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    with contextlib.suppress(OSError):  # no locks on this file system: the folder remains if its owner is killed
-        return lock(descriptor, 0.0)
-    return True

@@ -40,12 +40,9 @@ def has_preloaded() -> bool:
 
 
 def start(command: list[str], *, fork: bool = False, **how: Any) -> subprocess.Popen[bytes] | ForkedProcess:
-    """Start a process, forked from this one if it runs Python code and `preload` was called.
+    """Start a process, forked from this one if it runs Python code and `preload` was called, or with `fork`.
 
-    Args:
-        command: such as `[sys.executable, "-m", "train", "--run-dir", "runs/a"]`.
-        fork: fork even without `preload`, because this process has imported the command's modules.
-        how: options of `subprocess.Popen`; for a fork, only those of `ForkedProcess`.
+    The options are those of `subprocess.Popen`; for a fork, only those of `ForkedProcess`.
     """
     if (fork or _preloaded) and command[0] == sys.executable and command[1] in _RUN:
         return ForkedProcess(command, **how)
@@ -115,7 +112,6 @@ class ForkedProcess:
             os.close(written)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -123,11 +119,9 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code, negative for a signal; raise TimeoutExpired if the process still runs."""
         return processes.wait(self, timeout)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

@@ -6,11 +6,12 @@ appended to by several processes and read as it grows; damaged lines are skipped
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
@@ -87,9 +88,8 @@ def _replace_damaged(folder: Folder, name: str, scratch: str, check: Callable[[A
     if _is_valid(path, check):
         return False
     lock_name = f".{name}.lock"
-    descriptor = folder.open(lock_name, os.O_RDWR | os.O_CREAT)
-    try:
-        if not lock(descriptor):
+    with os.fdopen(folder.open(lock_name, os.O_RDWR | os.O_CREAT)) as file:
+        if not lock(file.fileno()):
             raise OSError(errno.EAGAIN, "another process holds its lock", str(path))
         if _is_valid(path, check):
             return False
@@ -98,8 +98,6 @@ def _replace_damaged(folder: Folder, name: str, scratch: str, check: Callable[[A
         except IsADirectoryError:
             folder.rename(name, f"{lock_name}.{os.urandom(8).hex()}")
             folder.link(scratch, name)
-    finally:
-        os.close(descriptor)
     return True
 
 
@@ -142,26 +140,14 @@ def _scratch(folder: Folder, name: str, value: Any, *, durable: bool = True, mod
 
 
 def read_json(
-    path: Path,
-    default: Any = REQUIRED,
-    *,
-    check: Callable[[Any], Any] = lambda value: value,
-    limit: int = RECORD_BYTES,
+    path: Path, default: Any = REQUIRED, *, check: Callable[[Any], Any] = lambda value: value, limit: int = RECORD_BYTES
 ) -> Any:
-    """Return a JSON file's checked value, or `default` if it does not exist.
+    """Return the checked value of a JSON file of at most `limit` bytes, or `default` if it does not exist.
 
-    The content is not trusted. A file without a valid value, such as an empty one after a power failure, counts as
-    missing: the default is returned, and a warning is logged once.
+    The content is not trusted; `check` raises ValueError if it is invalid. A file without a valid value, such as an
+    empty one after a power failure, counts as missing: the default is returned, and a warning is logged once.
 
-    Args:
-        path: the file.
-        default: returned for a missing file; without a default, the file must exist.
-        check: returns the checked value, or raises ValueError if it is invalid.
-        limit: the size limit of the file, in bytes.
-
-    Raises:
-        FileNotFoundError: the file does not exist, and there is no default.
-        DamagedError: the file has no valid value or is not a regular file, and there is no default.
+    Without a default, raises FileNotFoundError, or DamagedError if it has no valid value or is not a regular file.
     """
     try:
         return check(parse_json(read_start(path, limit + 1), limit))
@@ -189,14 +175,10 @@ def parse_json(text: bytes, limit: int = RECORD_BYTES) -> Any:
         raise ValueError("it is nested too deeply") from None
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
-        if not level:
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not (level := list(itertools.chain.from_iterable(inner))):
             return value
     raise ValueError("it is nested too deeply")
-
-
-def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _reason(error: BaseException) -> str:

@@ -47,11 +47,7 @@ def sha256_of(paths: Sequence[Path]) -> str:
 
 
 class Loaded:
-    """The state of the files that this process has imported.
-
-    Attributes:
-        certain: whether the state is that of the import: no file has changed shortly before it, or since.
-    """
+    """The state of the files that this process has imported."""
 
     def __init__(self, own: Sequence[Path], before: str, began: float) -> None:
         """Record the state of the imports since `began`, in seconds since the epoch.
@@ -62,10 +58,11 @@ class Loaded:
         self._own, self._before = own, before
         self._names = {name.partition(".")[0] for name in sys.modules}
         below = tuple(f"{path}/" for path in own)
-        self._files = [path for path in {*_imported(), *_mapped()} if not path.startswith(below)]
+        self._files = [path for path in {*imported(), *_mapped()} if not path.startswith(below)]
         self._seen = self._look()
         settled = all(state[-1] < (began - SETTLED_S) * 1e9 for state in self._seen.values() if state)
         self.certain = settled and self.is_current()
+        """Whether the state is that of the import: no file has changed shortly before it, or since."""
 
     def is_current(self) -> bool:
         """Whether a new process would import the same files."""
@@ -92,7 +89,7 @@ def is_module(path: str) -> bool:
     return path.endswith(MODULES) or os.access(f"{path}/__init__.py", os.F_OK)
 
 
-def _imported() -> Iterator[str]:
+def imported() -> Iterator[str]:
     """Yield the files of all modules, without triggering the import of lazy modules."""
     for module in [*sys.modules.values()]:
         if isinstance(module, ModuleType):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -84,9 +85,7 @@ def _counter(text: str, name: str) -> int:
 def in_kernel_log(pid: int, since_s: float) -> bool:
     """Return whether the kernel's log reports that a process was killed for memory; False if it is unreadable.
 
-    Args:
-        pid: the id of a process of this machine.
-        since_s: seconds since boot; an earlier record is about another process with the same id.
+    A record from before `since_s`, in seconds since boot, is about another process with the same id.
     """
     with contextlib.suppress(OSError):
         if Path("/proc/self/ns/pid").stat().st_ino != FIRST_NAMESPACE:
@@ -99,20 +98,10 @@ def in_kernel_log(pid: int, since_s: float) -> bool:
     return False
 
 
-def _log_records() -> list[str]:
-    records: list[str] = []
-    descriptor = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
-    try:
+def _log_records() -> Iterator[str]:
+    with open(KERNEL_LOG, "rb", 0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as log:
         while True:
-            try:
-                record = os.read(descriptor, LOG_RECORD_BYTES)
-            except BlockingIOError:
-                return records  # there are no more
-            except BrokenPipeError:
-                continue  # the kernel has overwritten this record
-            if not record:
-                return records
-            if b"Killed process" in record:
-                records.append(record.decode(errors="replace"))
-    finally:
-        os.close(descriptor)
+            with contextlib.suppress(BrokenPipeError):  # the kernel has overwritten this record
+                if not (record := log.read(LOG_RECORD_BYTES)):
+                    return
+                yield record.decode(errors="replace")

@@ -42,11 +42,8 @@ TIMED_OUT = 124
 def run(command: Sequence[str], timeout_s: float, name: str = "", *, cwd: Path | None = None) -> tuple[int, str, str]:
     """Run a program that may be missing, forbidden or hang; kill it and its process group after `timeout_s`.
 
-    `name` is its name in the message about a timeout; `cwd` is by default the caller's folder.
-
-    Returns:
-        The exit code, stdout and stderr. If the program could not be run or did not end, the code is that of a shell
-        (127, 126 or `TIMED_OUT`) and stderr has the reason.
+    Returns the exit code, stdout and stderr. If the program could not be run or did not end, the code is that of a
+    shell (127, 126 or `TIMED_OUT`) and stderr has the reason, in which `name` is the program's.
     """
     try:
         with subprocess.Popen(
@@ -92,12 +89,12 @@ def start_detached(
     )
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Request that the kernel signals this process when its parent dies, so that a killed agent leaves nothing behind.
+def die_with_parent() -> None:
+    """Request that the kernel kills this process when its parent dies, so that a killed agent leaves nothing behind.
 
-    For `preexec_fn`: it runs between fork and exec, so it makes only one system call. A `number` of 0 withdraws it.
+    For `preexec_fn`: it runs between fork and exec, so it makes only one system call.
     """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_name(name: str) -> None:
@@ -204,10 +201,14 @@ def wait(child: Child, timeout_s: float | None = None, bell: Bell | None = None)
 
 def stat(pid: int) -> list[str]:
     """Return the fields of `/proc/<pid>/stat`, beginning with the state; empty if the process does not exist."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+    return _proc_file(pid, "stat").rpartition(")")[2].split()
+
+
+def _proc_file(pid: int, name: str) -> str:
+    """Return the text of a file in `/proc/<pid>`; empty if the process has ended, or is another user's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_text(errors="surrogateescape")
+    return ""
 
 
 def stopped_at(pid: int) -> int | None:
@@ -242,19 +243,12 @@ class StopTimer:
 
 def handles(pid: int, number: int) -> bool:
     """Return whether the process handles a signal, which could end it otherwise."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    except OSError:
-        return False
+    fields = dict(line.split(":", 1) for line in _proc_file(pid, "status").splitlines())
     return bool(int(fields.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def replace_variable(name: str, value: str) -> None:
-    """Change a variable in this process's initial environment, as shown in `/proc`.
-
-    Raises:
-        ValueError: the process was started without the variable.
-    """
+    """Change a variable in this process's initial environment, as shown in `/proc`; it must have been there."""
     start, end = (int(field) for field in stat(os.getpid())[47:49])  # `env_start` and `env_end` of proc(5)
     before = b"\0" + ctypes.string_at(start, end - start)
     at = start + before.index(f"\0{name}=".encode()) + len(name) + 1
@@ -316,7 +310,7 @@ class ProcessTable:
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
         self._identities: dict[int, dict[str, int]] = {}
-        self._environments: dict[int, frozenset[bytes]] | None = None
+        self._environments: dict[int, list[str]] | None = None
         for path in Path("/proc").glob("[0-9]*"):
             pid = int(path.name)
             if pid != os.getpid() and (fields := stat(pid)) and fields[0] not in "ZX":
@@ -335,21 +329,13 @@ class ProcessTable:
     def with_environment(self, name: str, value: str) -> set[int]:
         """Return the processes that were started with this environment variable."""
         if self._environments is None:
-            self._environments = {pid: _environment(pid) for pid in self._identities}
-        variable = f"{name}={value}".encode()
-        return {pid for pid, environment in self._environments.items() if variable in environment}
+            self._environments = {pid: _proc_file(pid, "environ").split("\0") for pid in self._identities}
+        return {pid for pid, environment in self._environments.items() if f"{name}={value}" in environment}
 
     def kill(self, pid: int) -> None:
         """Kill one of these processes unless it has ended since; never another process that reuses its id."""
         with contextlib.suppress(PermissionError):  # another user's, such as a setuid program
             kill(self._identities.get(pid), signal.SIGKILL)
-
-
-def _environment(pid: int) -> frozenset[bytes]:
-    try:
-        return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    except OSError:  # it has ended, or is another user's
-        return frozenset()
 
 
 def kill_all(find: Callable[[ProcessTable], list[int]], what: str, timeout_s: float = 10.0) -> int:

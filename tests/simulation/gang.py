@@ -9,11 +9,12 @@ does on a real machine.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from cluster.agent.hub import SILENCE_S, News, Outgoing, Roster
 from cluster.agent.run_view import RunView
-from cluster.contract.run.copies import Superseded
+from cluster.contract.run.joining import Superseded
 from cluster.contract.spec import ClusterSpec, Role, Task
 from tests.simulation.folder import SimFolder
 from tests.simulation.world import SimTask
@@ -153,10 +154,10 @@ class SimHubClient(SimEnd):
         if self.gone or self.world.links[self.owner.name] is not self:  # that of a newer copy counts
             return
         hub = self.world.hub
-        if hub and not hub.gone and not self.frozen and self.outgoing.fields["number"] >= 0:
+        if hub and not hub.gone and not self.frozen and self.outgoing.message.number >= 0:
             beat = self.world.folder.beats.get(self.owner.name)
-            fields = self.outgoing.fields | {"beat": beat.read().to_json() if beat else None}
-            self.send(self, hub, json.loads(json.dumps(fields)))
+            message = replace(self.outgoing.message, beat=beat.read() if beat else None)
+            self.send(self, hub, json.loads(json.dumps(message.to_json())))
         self.world.at(TICK_S, self._tick)
 
     def process(self, link: SimHubClient, what: Any) -> None:

@@ -15,8 +15,7 @@ from cluster.agent import standby as standing_by
 from cluster.agent.agent import Agent
 from cluster.agent.rendezvous import Abandoned, Attendance, Incomplete
 from cluster.agent.run_view import RunView
-from cluster.agent.script import Script
-from cluster.agent.task_process import TaskProcess, Trainer
+from cluster.agent.task_process import Script, TaskProcess, Trainer
 from cluster.contract.recovery import ends, step_record
 from cluster.contract.results import summary
 from cluster.contract.run import joining
@@ -154,7 +153,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "time", Clock)
     for module in (agent, elastic):
         patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
-    patch.setattr(attempt, "MemoryKills", NoKills)
+    for module in (attempt, standing_by):
+        patch.setattr(module, "MemoryKills", NoKills)
     for module in (agent, attempt):
         patch.setattr(module, "POLL_S", POLL_S)
     patch.setattr(agent, "signal", signals)

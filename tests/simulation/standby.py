@@ -124,8 +124,6 @@ class SimMemory:
 
     available_bytes = headroom_bytes = staticmethod(lambda: 2**50)
     used_bytes = staticmethod(lambda _pid: 0)
-    kills = staticmethod(lambda: 0)
-    in_kernel_log = staticmethod(lambda _pid, _since_s: False)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

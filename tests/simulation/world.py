@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster.agent.schedulers.lifecycle import COPY_S
-from cluster.contract.run.copies import Superseded
+from cluster.contract.run.joining import Superseded
 from cluster.contract.spec import ClusterSpec, Task
 
 HURRY_S = 1.0

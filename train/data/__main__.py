@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.contract import user_code
-from cluster.system import quiet
+from cluster.system import terminal
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, ClusterError, PrerequisiteError, UsageError
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
@@ -61,7 +61,7 @@ def _write(arguments: argparse.Namespace, written: list[Path]) -> dict[str, Any]
             references.check_reference("--name", name, ())
         record = prepare_dataset(name, data_dir, fresh)
     else:
-        with quiet.imports():  # they import TensorFlow
+        with terminal.quiet_imports():  # they import TensorFlow
             from train.data.function.examine import examine_function
             from train.data.prepare.sharding import write_shards
         if arguments.command == "shard":

@@ -3,7 +3,7 @@
 from tensorflow import keras
 
 from cluster.contract.recovery import step_record
-from cluster.system import quiet
+from cluster.system import terminal
 from train.context import TaskContext
 from train.data.batches import VirtualShards
 from train.data.feeds import train_feed
@@ -30,7 +30,7 @@ def rehearse_steps(setup: Setup) -> Steps:
     """Do one step in a standby process, silently, and undo it; return the steps, now traced and compiled."""
     setup.gather(0)
     steps = _synchronous(setup, 0)
-    with quiet.silence(), snapshots.unchanged(setup.checkpoint.tree):
+    with terminal.silence(), snapshots.unchanged(setup.checkpoint.tree):
         steps(0, 1)
     setup.context.positions.clear()
     return steps

@@ -6,8 +6,8 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.records import OutcomeState
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, TimedOut
@@ -26,14 +26,13 @@ def run_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int | N
     """
     agent = subprocess.Popen(command, env=os.environ | copy.environment, preexec_fn=processes.die_with_parent)
     signal.signal(signal.SIGTERM, lambda *_: None if run.outcome or copy.is_superseded else agent.terminate())
-    while True:
+    while not copy.is_superseded:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = agent.wait(COPY_S)
             return None if copy.is_superseded else code
-        if copy.is_superseded:
-            agent.kill()
-            agent.wait()
-            return None
+    agent.kill()
+    agent.wait()
+    return None
 
 
 def continue_run(run: RunFolder) -> None:

@@ -26,8 +26,8 @@ from pathlib import Path
 from cluster.agent.schedulers.lifecycle import await_layout, continue_run, result_code, run_agent
 from cluster.contract import settings, spec, tf_config
 from cluster.contract.run import launch_records, records
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import Role
 from cluster.system import processes

@@ -19,8 +19,8 @@ from pathlib import Path
 from cluster.agent.schedulers import lifecycle
 from cluster.contract import settings
 from cluster.contract.results import summary
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import Role
 from cluster.system import processes

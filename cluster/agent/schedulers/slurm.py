@@ -30,8 +30,8 @@ from cluster.agent import elastic
 from cluster.agent.schedulers.lifecycle import continue_run, result_code, run_agent
 from cluster.contract import settings, tf_config
 from cluster.contract.run import launch_records, membership, records
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.launch_records import TaskAddress
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role, Task

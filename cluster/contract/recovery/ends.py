@@ -48,7 +48,6 @@ class End(Record, kw_only=False):
     task: str
     kind: str
     cause: str
-    """The reason, in words."""
     error: str | None
     """The error that the program itself reported; None without one."""
     at: Seconds
@@ -58,7 +57,6 @@ class End(Record, kw_only=False):
     may_follow: bool = False
     """Whether it may be a consequence of another task's end."""
     host: str = ""
-    """The machine that the task ran on."""
 
     @property
     def reported(self) -> str:

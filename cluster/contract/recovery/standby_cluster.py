@@ -91,11 +91,8 @@ def withdraw_report(run: RunFolder, task: str) -> None:
 
 def is_complete(run: RunFolder, spec: ClusterSpec, generation: int) -> bool:
     """Whether the standby processes of all tasks are ready, in the same cluster, to succeed a generation's programs."""
-    reports = [
-        records.read_record(_path(run, task.name), _Ready.from_json, None)
-        for task in spec.tasks
-        if not task.role.is_sidecar
-    ]
+    names = [task.name for task in spec.tasks if not task.role.is_sidecar]
+    reports = [records.read_record(_path(run, name), _Ready.from_json, None) for name in names]
     numbers = {each.number for each in reports if each and each.generation == generation}
     return len(numbers) == 1 and all(each and each.generation == generation for each in reports)
 

@@ -12,17 +12,12 @@ def split(
 ) -> dict[str, float] | None:
     """Return the seconds of each part of `PARTS`, which add up to the time from `started` to `ended`.
 
-    Args:
-        started, ended: seconds since the epoch.
-        ledgers: the chief's records, one per generation (`train/telemetry/report.py`), also from before `started`.
-        failures: the time of each failure, keyed by the generation that began because of it.
+    The result is None without a ledger: for a script, or a run that never began to train. The chief's `ledgers`, one
+    per generation, may begin before `started`; `failures` maps a generation to the time of the failure that caused it.
 
-    Returns:
-        None without a ledger: a script, or a run that never began to train.
-
-        `start`: until the program began to train; `compile`: the first step; both only before the first failure;
-        `restart`: from a failure to the next new step; `lost`: steps that were repeated; `input` and `compute`: waiting
-        for input in the other steps, and the rest of them; `other`: the rest, such as the end.
+    `start`: until the program began to train; `compile`: the first step; both only before the first failure;
+    `restart`: from a failure to the next new step; `lost`: steps that were repeated; `input` and `compute`: waiting
+    for input in the other steps, and the rest of them; `other`: the rest, such as the end.
     """
     ledgers = sorted((ledger for ledger in ledgers if ledger.began >= started), key=lambda ledger: ledger.generation)
     if not ledgers:

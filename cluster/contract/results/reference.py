@@ -33,12 +33,6 @@ def find_reference(run: RunFolder) -> dict[str, Any] | None:
     return reference
 
 
-def same_bits(run: RunFolder) -> bool | None:
-    """Return whether a run ended with the weights of its reference run; None if they cannot be compared."""
-    reference = find_reference(run)
-    return None if reference is None else _same_bits(run, reference)
-
-
 def fault_lines(run: RunFolder) -> list[str]:
     """Return the lines about injected faults that are printed at the end of a run."""
     faults = [event for event in run.events() if event.event == "fault"]
@@ -50,22 +44,24 @@ def fault_lines(run: RunFolder) -> list[str]:
     if resumed:
         line += f"; next new step after {median(resumed):.2f} s (median), {max(resumed):.2f} s (most)"
     reference = find_reference(run)
-    if reference is None or (same := _same_bits(run, reference)) is None:
+    if reference is None or (same := same_bits(run, reference)) is None:
         return [line]
     result = "the same bits as" if same else "NOT those of"
     return [line, f"weights      {result} the undisturbed run {reference['run']}"]
 
 
-def _same_bits(run: RunFolder, reference: dict[str, Any]) -> bool | None:
+def same_bits(run: RunFolder, reference: dict[str, Any] | None = None) -> bool | None:
+    """Return whether a run ended with the weights of its reference run; None if they cannot be compared."""
+    if not (reference := reference or find_reference(run)):
+        return None
     summary = records.read_record(run.summary, Summary.from_json)
     resized = any(event.event == "scaled" for event in run.events()) or membership.changes(run)
     if resized and not run.load_config().get("bitwise_elastic"):
         return None  # a different number of workers sums in a different order
     if not run.load_cluster().kind.synchronous or summary.state != "succeeded":
         return None
-    if summary.weights_sha256 is None:
-        return None  # a script reports no hash
-    return bool(reference["weights_sha256"] == summary.weights_sha256)
+    weights = summary.weights_sha256  # None for a script
+    return None if weights is None else bool(reference["weights_sha256"] == weights)
 
 
 def _training(run: RunFolder) -> tuple[Any, ...] | None:

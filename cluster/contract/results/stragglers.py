@@ -19,9 +19,21 @@ STARVED = 0.1
 """A starved task waits for input for at least this share of its steps."""
 
 
-def stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
-    """Return the stragglers, slowest first, without tasks whose pace is incomplete."""
-    known = {name: _busy_and_input(pace) for name, pace in paces.items() if _measured(pace)}
+def findings(paces: Mapping[str, Pace]) -> Paces:
+    """Return the stragglers and the starved tasks, worst first, without tasks whose pace is incomplete."""
+    known = {name: pace for name, pace in paces.items() if pace.steps >= FEWEST and _is_complete(pace)}
+    shares = {name: pace.input_share or 0.0 for name, pace in known.items()}
+    starved = [Starved(name, round(share, 2)) for name, share in shares.items() if share >= STARVED]
+    starved.sort(key=lambda task: -task.input_share)
+    return Paces(stragglers=tuple(_stragglers(known)), starved=tuple(starved))
+
+
+def _is_complete(pace: Pace) -> bool:
+    return None not in ((pace.step_ms or {}).get("mean"), pace.busy_share, pace.input_share)
+
+
+def _stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
+    known = {name: _busy_and_input(pace) for name, pace in paces.items()}
     slow = []
     for name, (busy, waiting) in known.items():
         others = [parts for other, parts in known.items() if other != name]
@@ -35,18 +47,6 @@ def stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
     return sorted(slow, key=lambda straggler: -straggler.slower)
 
 
-def starved(paces: Mapping[str, Pace]) -> list[Starved]:
-    """Return the starved tasks, by share of waiting, largest first."""
-    shares = {name: pace.input_share or 0.0 for name, pace in paces.items() if _measured(pace)}
-    waiting = [Starved(name, round(share, 2)) for name, share in shares.items() if share >= STARVED]
-    return sorted(waiting, key=lambda task: -task.input_share)
-
-
-def findings(paces: Mapping[str, Pace]) -> Paces:
-    """Return the stragglers and the starved tasks."""
-    return Paces(stragglers=tuple(stragglers(paces)), starved=tuple(starved(paces)))
-
-
 def lines(paces: Paces) -> list[str]:
     """Format stragglers and starved tasks as lines; a straggler due to its input is not listed again as starved."""
     slow_by_input = {each.task for each in paces.stragglers if each.input_part >= STARVED}
@@ -54,14 +54,6 @@ def lines(paces: Paces) -> list[str]:
     return [str(each) for each in (*paces.stragglers, *waiting)]
 
 
-def _measured(pace: Pace) -> bool:
-    return pace.steps >= FEWEST and None not in (_mean_ms(pace), pace.busy_share, pace.input_share)
-
-
-def _mean_ms(pace: Pace) -> float | None:
-    return (pace.step_ms or {}).get("mean")
-
-
 def _busy_and_input(pace: Pace) -> tuple[float, float]:
-    mean_ms = _mean_ms(pace) or 0.0
+    mean_ms = (pace.step_ms or {}).get("mean") or 0.0
     return mean_ms * (pace.busy_share or 0.0), mean_ms * (pace.input_share or 0.0)

@@ -19,7 +19,6 @@ WAIT_S = 60.0
 MOMENT_S = 0.5
 """How long other commands wait for a claim that is about to be released, or that another command only checks."""
 
-
 _mine: set[Path] = set()
 """The claims that this process holds."""
 
@@ -32,11 +31,8 @@ class Taken(UsageError):
 def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Iterator[None]:
     """Context manager that holds the claim on a run, which need not exist yet; waits at most `wait_s` for it.
 
-    `doing` is the operation, as a participle such as `resumed`, for the errors of other commands.
-
-    Raises:
-        Taken: another command holds the claim.
-        PrerequisiteError: the file cannot be locked.
+    `doing` is the operation, as a participle such as `resumed`, for the errors of other commands. Raises `Taken` if
+    another command holds the claim, and PrerequisiteError if the file cannot be locked.
     """
     path = run.outside("lock")
     try:
@@ -44,18 +40,16 @@ def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Itera
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise _unusable(path.parent, error) from error
-    try:
+    with os.fdopen(descriptor, "w") as file:
         if not _lock(descriptor, path, wait_s):
             raise Taken(_describe(run, path))
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{doing} by process {os.getpid()}\n".encode(), 0)
+        file.truncate(0)
+        print(f"{doing} by process {os.getpid()}", file=file, flush=True)
         _mine.add(path)
         try:
             yield
         finally:
             _mine.discard(path)
-    finally:
-        os.close(descriptor)
 
 
 def is_held(run: RunFolder) -> bool:
@@ -67,10 +61,8 @@ def is_held(run: RunFolder) -> bool:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
-    try:
+    with os.fdopen(descriptor):
         return not _lock(descriptor, path, 0.0)
-    finally:
-        os.close(descriptor)
 
 
 def is_scaling(run: RunFolder) -> bool:

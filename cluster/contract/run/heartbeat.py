@@ -22,18 +22,12 @@ from cluster.system.json_files import write_json
 from cluster.system.waiting import wait_until
 
 HEARTBEAT_S = 1.0
-"""Interval between the heartbeats of a live task."""
 
 
 def first_heartbeat(task: Task, generation: int, restarts: int) -> Heartbeat:
     """Return the initial heartbeat of a starting task, without writing it."""
     return Heartbeat(
-        task=task.name,
-        role=task.role.value,
-        state=TaskState.STARTING,
-        generation=generation,
-        restarts=restarts,
-        updated_at=0.0,
+        task=task.name, role=task.role, state=TaskState.STARTING, generation=generation, restarts=restarts, updated_at=0
     )
 
 
@@ -49,7 +43,6 @@ class HeartbeatWriter:
         self._lock = threading.Lock()
         """Guards `current`; never held while a file is written."""
         self._writing = threading.Lock()
-        """Serializes writes."""
         self._due = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -57,7 +50,6 @@ class HeartbeatWriter:
         self._written_at = 0.0
         self.position: Callable[[], Position | None] = lambda: None  # called for each heartbeat
         self.current = first_heartbeat(task, generation, restarts)
-        """The next heartbeat."""
 
     def update(self, **values: Any) -> None:
         """Change values of the next heartbeat; a change of state is written immediately, by the background thread.
@@ -165,15 +157,14 @@ def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:
     `names`, only the named tasks are checked.
     """
     beats = run.heartbeats()
-    watched = {name for name, beat in beats.items() if beat.state not in FINAL_STATES and (not names or name in names)}
-    doubtful = {name for name in watched if seems_old(beats[name])}
-    first = {name: beats[name] for name in doubtful}
+    running = {name: beat for name, beat in beats.items() if beat.state not in FINAL_STATES}
+    old = {name: beat for name, beat in running.items() if seems_old(beat) and (not names or name in names)}
     deadline = time.monotonic() + SECOND_LOOK_S
-    while doubtful and time.monotonic() < deadline:
+    while old and time.monotonic() < deadline:
         time.sleep(POLL_S)
         beats = run.heartbeats()
-        doubtful = {name for name in doubtful if beats.get(name) == first[name]}
-    return with_lost(beats, doubtful)
+        old = {name: beat for name, beat in old.items() if beats.get(name) == beat}
+    return with_lost(beats, old)
 
 
 def is_silent(run: RunFolder) -> bool:

@@ -1,13 +1,25 @@
-"""The address of a run's hub, and the run's token, which only the run's user may read."""
+"""How agents join a run: the address of the hub, the run's token, which only its user may read, and copies of a task.
+
+A scheduler that loses contact with a host starts its tasks elsewhere, while the old copies may continue. The process
+that starts a task under such a scheduler records the copy in `control/copies/TASK.json`, a fencing token: the file
+names the newest copy. An older copy leaves the run: it claims no record, joins no cluster, and disconnects.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
+from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import Task
+from cluster.system.errors import EXIT_PEER_LOST, ClusterError
+from cluster.system.files import make_folder
 from cluster.system.json_files import create_json, write_json
 from cluster.system.ports import PORTS, open_listener
 
@@ -53,10 +65,7 @@ def open_hub_listener(run: RunFolder, task: Task, host: str) -> tuple[socket.soc
     """Listen on `host` for the other agents, and record the address; return the listener and the token.
 
     The port of the run's previous hub is reused if possible, since others may see an old record. They connect to the
-    host of `task`, the chief.
-
-    Raises:
-        OSError: no port is free, or the record cannot be written.
+    host of `task`, the chief. Raises OSError if no port is free, or the record cannot be written.
     """
     before = read_invitation(run)
     usual = 0 if task.port in PORTS else hub_port(task.port)
@@ -83,3 +92,60 @@ def _listen(host: str, *ports: int) -> socket.socket:
         with contextlib.suppress(OSError):
             return open_listener(host, port)
     return open_listener(host, 0)
+
+
+COPY = "TASK_COPY"
+"""The environment variable of an agent with the name of its task's copy."""
+
+
+class Superseded(ClusterError):
+    """A newer copy of the task has begun elsewhere."""
+
+    exit_code = EXIT_PEER_LOST
+
+
+class _Newest(Record):
+    copy: str
+
+
+@dataclass(frozen=True)
+class TaskCopy:
+    """One copy of a task."""
+
+    run: RunFolder
+    task: str
+    name: str
+
+    @classmethod
+    def register(cls, run: RunFolder, task: str) -> TaskCopy:
+        """Record a new copy of a task as the newest; its agent needs the variables in `environment`."""
+        copy = cls(run, task, secrets.token_hex(8))
+        make_folder(copy._path.parent)
+        write_json(copy._path, {"copy": copy.name})
+        return copy
+
+    @classmethod
+    def from_environment(cls, run: RunFolder, task: str) -> TaskCopy | None:
+        """Return the copy to which this process belongs; None if no scheduler can start a task twice."""
+        name = os.environ.get(COPY)
+        return cls(run, task, name) if name else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {COPY: self.name}
+
+    @property
+    def _path(self) -> Path:
+        return self.run.control / "copies" / f"{self.task}.json"
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a newer copy is recorded; False if the record cannot be read."""
+        with contextlib.suppress(OSError):
+            newest = records.read_record(self._path, _Newest.from_json, None)
+            return newest is not None and newest.copy != self.name
+        return False
+
+    def require_newest(self) -> None:
+        if self.is_superseded:
+            raise Superseded(f"a newer copy of {self.task} has begun on another host; this one ends")

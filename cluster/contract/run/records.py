@@ -297,7 +297,6 @@ class RunResult(Record):
     metrics: dict[str, Measured] = field(default_factory=dict)
     weights_sha256: str | None = None
     keras: str | None = None
-    """The version of Keras."""
 
 
 class Restart(Record):

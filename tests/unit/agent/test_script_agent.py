@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, decide, script
+from cluster.agent import agent, decide, task_process
 from cluster.agent.decide import STOP_RUN, EndRun, Phase
 from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends
@@ -95,7 +95,7 @@ def test_a_killed_worker_under_ps_starts_again_alone(start_scripts):
 @pytest.mark.parametrize(("age_s", "shortly"), [(5.0, True), (500.0, False)])
 def test_whether_a_worker_restarted_shortly_before_is_measured_by_its_own_clock(make_run, skew_s, age_s, shortly):
     run = make_run(workers=1, ps=1)
-    chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=script.Script)
+    chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=task_process.Script)
     now = time.time() + skew_s
     restarted = {"task": "worker-0", "event": "restarted", "generation": 0, "time": now - age_s, "detail": {}}
     append_json(run.events_log, restarted)
@@ -108,13 +108,13 @@ def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(run, 
     ends.record_end(run, 0, ends.End("chief", ends.EXTERNAL, SIGKILLED, None, time.time()))
     write_json(run.status("chief"), {"task": "chief", "state": "failed", "generation": 0, "updated_at": time.time()})
     monkeypatch.setattr(ends, "recorded_ends", lambda run, generation: [])
-    worker = agent.Agent(RunView(run), "worker-0", [], 1.0, kind=script.Script)._attempt_in(0)
+    worker = agent.Agent(RunView(run), "worker-0", [], 1.0, kind=task_process.Script)._attempt_in(0)
     assert worker._another_died()
 
 
 @pytest.mark.parametrize(("worker", "action"), [("done", EndRun(OutcomeState.SUCCEEDED)), ("stopped", STOP_RUN)])
 def test_a_stop_that_only_another_host_sees_is_no_success(run, worker, action):
-    chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=script.Script)._attempt_in(0)
+    chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=task_process.Script)._attempt_in(0)
     for task, state in (("chief", "done"), ("worker-0", worker)):
         write_json(run.status(task), {"task": task, "state": state, "generation": 0, "updated_at": time.time()})
     chief.begin(Phase.DONE)
@@ -169,13 +169,13 @@ def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(start_sc
 
 def test_this_checkout_is_taken_off_a_script_s_path(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    path = os.pathsep.join(["/theirs", str(script.ROOT), "", "/more"])
-    hook = str(script.KERAS_HOOK)
+    path = os.pathsep.join(["/theirs", str(task_process.ROOT), "", "/more"])
+    hook = str(task_process.KERAS_HOOK)
     expected = {"PYTHONPATH": f"{hook}:/theirs:/more", "A": "b"}
-    assert expected == script.script_environment({"PYTHONPATH": path, "A": "b"})
-    assert {"PYTHONPATH": hook} == script.script_environment({"PYTHONPATH": str(script.ROOT)})
+    assert expected == task_process.script_environment({"PYTHONPATH": path, "A": "b"})
+    assert {"PYTHONPATH": hook} == task_process.script_environment({"PYTHONPATH": str(task_process.ROOT)})
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    assert "4" == script.script_environment({})["TF_NUM_INTEROP_THREADS"]
+    assert "4" == task_process.script_environment({})["TF_NUM_INTEROP_THREADS"]
 
 
 def test_a_script_starts_only_when_its_cluster_is_complete(start_scripts, monkeypatch):

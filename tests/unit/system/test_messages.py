@@ -13,7 +13,7 @@ from invoke import Context, Exit
 from cluster.host.cli import command_line
 from cluster.host.launch import configuration
 from cluster.host.options.request import Request
-from cluster.system import processes, quiet
+from cluster.system import processes, terminal
 from cluster.system.errors import ClusterError, TimedOut, UsageError
 from cluster.system.messages import NOISE, described, system_error
 from cluster.system.paths import ROOT
@@ -122,7 +122,7 @@ def test_commands_work_in_an_unusual_environment(variables, tmp_path):
 
 
 def test_the_noise_is_left_out_and_nothing_else(capfd):
-    with quiet.imports():
+    with terminal.quiet_imports():
         for part in NOISE:
             os.write(2, b"I0000 00:00:1 7 port.cc:153] " + part + b" More.\n")
         print("their warning", file=sys.stderr)
@@ -131,7 +131,7 @@ def test_the_noise_is_left_out_and_nothing_else(capfd):
     assert "their warning\nno line break, and on\n" == capfd.readouterr().err
 
 
-@quiet.imports()
+@terminal.quiet_imports()
 def cannot_import() -> None:
     os.write(2, b"cannot open a library\n")
     raise ImportError

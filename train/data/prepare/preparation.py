@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cluster.system import quiet
+from cluster.system import terminal
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
 from cluster.system.terminal import print_lines
@@ -208,7 +208,7 @@ def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
 
     if name == jargon_file.NAME:
         return jargon_file.JargonFile
-    with quiet.imports():  # imports TensorFlow
+    with terminal.quiet_imports():  # imports TensorFlow
         from train.data.prepare.tfds_datasets import TfdsDataset
 
     return TfdsDataset

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from cluster.agent.schedulers import lifecycle, service
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.records import AfterStop
 from cluster.system.errors import EXIT_DONE, EXIT_PEER_LOST, TimedOut
 from tests.support.waiting import wait_for

@@ -11,8 +11,8 @@ from cluster.agent.schedulers import lifecycle, slurm
 from cluster.agent.schedulers.slurm import Replacements
 from cluster.contract import spec
 from cluster.contract.run import launch_records, records
-from cluster.contract.run.copies import TaskCopy
 from cluster.contract.run.folder import TASK_LOST, RunFolder
+from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.records import AfterStop
 from cluster.system import processes
 from cluster.system.errors import EXIT_PEER_LOST, EXIT_PREREQUISITE, PrerequisiteError, TimedOut

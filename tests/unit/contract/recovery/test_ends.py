@@ -34,7 +34,7 @@ def test_whose_doing_an_end_is(code, kind):
 def error_of(tmp_path: Path, lines: str) -> tuple[int, str | None]:
     """Return the code of a real program with these lines, and the error that is read from what it printed."""
     program = Trainer(
-        [sys.executable, "-X", "faulthandler", "-c", PROGRESS + lines], dict(os.environ), tmp_path / "log"
+        [sys.executable, "-X", "faulthandler", "-c", PROGRESS + lines], dict(os.environ), tmp_path / "log", tmp_path
     )
     code = program.wait(30)
     program.end(0)

@@ -11,9 +11,9 @@ import pytest
 
 from cluster.agent import hub as hub_module
 from cluster.agent.run_view import RunView
-from cluster.contract.run import copies, heartbeat
-from cluster.contract.run.copies import Superseded, TaskCopy
+from cluster.contract.run import heartbeat, joining
 from cluster.contract.run.heartbeat import HeartbeatWriter
+from cluster.contract.run.joining import Superseded, TaskCopy
 from cluster.contract.run.records import RunResult
 from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.support.waiting import together, wait_for
@@ -208,7 +208,7 @@ def test_the_newest_copy_counts(run):
 
 
 def test_an_agent_knows_its_copy_by_its_environment(run, monkeypatch):
-    monkeypatch.delenv(copies.VARIABLE, raising=False)
+    monkeypatch.delenv(joining.COPY, raising=False)
     assert TaskCopy.from_environment(run, "worker-0") is None
     copy = TaskCopy.register(run, "worker-0")
     for name, value in copy.environment.items():

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.agent.script import Script
-from cluster.agent.task_process import Trainer
+from cluster.agent.task_process import Script, Trainer
 from cluster.contract.run import logs
 from cluster.contract.run.logs import GAP, LINE_BYTES, LogReader
 from tests.support.waiting import wait_for
@@ -185,7 +184,7 @@ print("step 1")
 
 
 def test_what_tensorflow_says_at_any_log_level_is_not_logged(tmp_path):
-    trainer = Trainer([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log")
+    trainer = Trainer([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log", tmp_path)
     assert 0 == trainer.wait(30)
     trainer.end(0)
     assert "step 1\n" == (tmp_path / "log").read_text()
