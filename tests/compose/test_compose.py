@@ -20,7 +20,7 @@ import pytest
 from cluster.agent import attempt
 from cluster.contract import settings, spec
 from cluster.contract.run.folder import RunFolder
-from cluster.host.gpu.placement import Placement
+from cluster.host.nvidia import Placement
 from cluster.host.runtime import compose_services
 from cluster.host.runtime.compose_services import FILES
 from cluster.host.runtime.payload import Payload, container_variables

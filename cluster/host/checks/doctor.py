@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.host.gpu import devices
+from cluster.host import nvidia
 from cluster.host.image import engine, images, locks
 from cluster.host.launch import folders
 from cluster.host.runtime import compose_services, registry, tensorboard
@@ -127,7 +127,7 @@ def examine_gpus() -> list[Finding]:
     """Return the findings about GPUs. Changes nothing; one container examines itself and is removed."""
     if shutil.which("nvidia-smi") is None:
         return [Finding("gpus", "ok", "none: no nvidia-smi on this machine")]
-    code, text = devices.ask_nvidia_smi(*QUERY)
+    code, text = nvidia.ask_nvidia_smi(*QUERY)
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     if code or not rows or any(len(row) != 5 for row in rows):
         why = (text.strip() or "it lists no GPU").splitlines()[-1]
@@ -200,7 +200,7 @@ def _containers(count: int) -> list[Finding]:
     if not engine.probe().ready:
         return []  # the runtime has a finding for that
     try:
-        devices.check_engine()
+        nvidia.check_engine()
     except PrerequisiteError as error:
         return [Finding("gpu image", "failed", str(error))]
     image = images.train_image("gpu")
@@ -222,7 +222,7 @@ def judge_image(code: int, text: str, count: int) -> Finding:
     """Return the finding about the output of `PROBE` in a container that must see `count` GPUs."""
     last = text.splitlines()[-1] if text else "no output"
     if code:
-        return Finding("gpu image", "failed", f"a container with all GPUs fails: {last}", devices.CONFIGURE)
+        return Finding("gpu image", "failed", f"a container with all GPUs fails: {last}", nvidia.CONFIGURE)
     try:
         report = json.loads(last)
         seen, error = int(report["count"]), report["error"]
@@ -230,7 +230,7 @@ def judge_image(code: int, text: str, count: int) -> Finding:
         return Finding("gpu image", "failed", f"the container printed {last[:100]!r} instead of what it sees", BUILD)
     if error or seen < count:
         why = f"; CUDA reports: {error}" if error else ""
-        return Finding("gpu image", "failed", f"{seen} GPUs seen, expected {count}{why}", devices.CONFIGURE)
+        return Finding("gpu image", "failed", f"{seen} GPUs seen, expected {count}{why}", nvidia.CONFIGURE)
     return Finding("gpu image", "ok", f"CUDA, cuDNN and NCCL load; GPUs seen: {seen}")
 
 

@@ -13,13 +13,13 @@ from cluster.contract import compatibility, settings, spec, strategies
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import GPUS, Started
 from cluster.contract.spec import ClusterSpec, Role
-from cluster.host.gpu import devices, placement
-from cluster.host.gpu.placement import Placement
+from cluster.host import nvidia
 from cluster.host.launch import configuration, packages, resuming, user_files
 from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.teardown import in_progress
 from cluster.host.launch.user_files import check_path, check_script
+from cluster.host.nvidia import Placement
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, check_together
 from cluster.host.runtime import mirror, registry, warm
@@ -166,14 +166,12 @@ def check_devices(request: Request, cluster: ClusterSpec, gpus: int) -> None:
 
 
 def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster: ClusterSpec) -> Placement:
-    requested = placement.choose_request(typed.gpus, recorded, cluster.devices)
+    requested = nvidia.choose_request(typed.gpus, recorded, cluster.devices)
     if requested is None:
         return Placement()
     check_gpus(requested.text, typed, cluster)  # before nvidia-smi is asked
-    machine = devices.read_machine(
-        requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids)
-    )
-    placed = placement.place_gpus(requested, machine, cluster, _list_busy_gpus(run))
+    machine = nvidia.read_machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
+    placed = nvidia.place_gpus(requested, machine, cluster, _list_busy_gpus(run))
     check_gpus(requested.text, typed, cluster, len(placed.of("chief")))
     return replace(placed, requested=typed.gpus or recorded["gpus"])
 

@@ -19,8 +19,8 @@ from cluster.contract import user_code
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
-from cluster.host.gpu.placement import Placement
 from cluster.host.image.engine import Availability
+from cluster.host.nvidia import Placement
 from cluster.host.runtime import resources
 from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.payload import Payload

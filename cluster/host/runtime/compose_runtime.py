@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.contract.run import owner, provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.gpu import devices
+from cluster.host import nvidia
 from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import compose_services, resources
@@ -204,7 +204,7 @@ class Compose(ContainerRuntime):
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # limits, not free memory, count
         work.memory.check(len(work.cluster.tasks))
         if work.gpus.ids:
-            devices.check_engine()
+            nvidia.check_engine()
 
     def start_commands(self, work: Workload) -> list[str]:
         names = [task.name for task in work.cluster.tasks]

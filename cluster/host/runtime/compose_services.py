@@ -15,8 +15,8 @@ from typing import Any
 
 from cluster.contract import tf_config
 from cluster.contract.spec import Task
-from cluster.host.gpu.placement import NO_DEVICE
 from cluster.host.image import engine, images
+from cluster.host.nvidia import NO_DEVICE
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.payload import Payload, container_variables
 from cluster.host.runtime.resources import EGRESS

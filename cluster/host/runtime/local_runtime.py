@@ -14,9 +14,9 @@ from cluster.contract import settings, tf_config, user_code
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
-from cluster.host.gpu import devices
-from cluster.host.gpu.placement import NO_DEVICE, Placement
+from cluster.host import nvidia
 from cluster.host.image.engine import Availability
+from cluster.host.nvidia import NO_DEVICE, Placement
 from cluster.host.runtime import namespaces, resources, supervisor, warm
 from cluster.host.runtime.base import Finding, Runtime, Shell, Workload
 from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
@@ -145,7 +145,7 @@ class LocalProcesses(Runtime):
     def preflight(self, work: Workload, ending: int = 0) -> None:
         resources.check_free_memory(len(work.cluster.tasks), ending)
         if work.gpus.ids:
-            devices.check_environment()
+            nvidia.check_environment()
 
     def commands(self, work: Workload) -> list[str]:
         lines = []

@@ -17,8 +17,8 @@ from typing import Any
 from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TaskAddress
-from cluster.host.gpu.placement import NO_DEVICE
 from cluster.host.image.engine import Availability
+from cluster.host.nvidia import NO_DEVICE
 from cluster.host.runtime import resources
 from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.injector import FaultInjector

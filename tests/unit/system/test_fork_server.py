@@ -14,8 +14,8 @@ import pytest
 
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
-from cluster.host.gpu.placement import Placement
 from cluster.host.launch import teardown
+from cluster.host.nvidia import Placement
 from cluster.host.runtime import namespaces, supervisor, warm
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.system.json_files import read_json, write_json

@@ -20,12 +20,12 @@ from invoke import Context, Exit
 
 from cluster.contract import spec, tf_config, user_code
 from cluster.contract.run.folder import RunFolder
+from cluster.host import nvidia
 from cluster.host.cli.command_line import report_errors
-from cluster.host.gpu import placement
-from cluster.host.gpu.placement import Placement
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, planning, startup
 from cluster.host.launch.user_files import check_script
+from cluster.host.nvidia import Placement
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_services, registry, supervisor
 from cluster.host.runtime.compose_runtime import ContainerFaults
@@ -103,7 +103,7 @@ def test_words_are_what_they_are_meant_to_be_or_refused(word):
 @example("all\n")
 @example("0,1\n")
 def test_gpus_are_ids_or_refused(word):
-    expected = outcome(placement.parse_gpus, word)
+    expected = outcome(nvidia.parse_gpus, word)
     if not isinstance(expected, UsageError):
         assert all(re.fullmatch(r"[0-9]+|MIG-[0-9A-Za-z/-]+", name) for name in (expected.ids if expected else ()))
 
