@@ -18,7 +18,6 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import EVALUATED, Pace, Paces
 from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import listing
-from cluster.host.reports.comparison import without_secrets
 from cluster.host.view.columns import cell, thinned
 from cluster.system.processes import describe_exit
 
@@ -41,7 +40,7 @@ def render_page(run: RunFolder) -> str:
         ("Cluster", _cluster(run)),
         ("Restarts", _restarts(run)),
         ("Where the time went", _time(run)),
-        ("Configuration", _table(without_secrets(run.load_config()).items())),
+        ("Configuration", _table(listing.without_secrets(run.load_config()).items())),
         ("Environment", _environment(run)),
     ]
     body = "".join(f"<section>{f'<h2>{name}</h2>' if name else ''}{part}</section>" for name, part in sections if part)
@@ -81,10 +80,9 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
 def _curves(run: RunFolder) -> str:
     found = read_curves(run)
     titles = dict.fromkeys(name.removeprefix(EVALUATED) for name in found)
-    drawn = [
-        draw_curves(title, {name: found[name] for name in (title, EVALUATED + title) if name in found})
-        for title in titles
-    ]
+    drawn = []
+    for title in titles:
+        drawn.append(draw_curves(title, {name: found[name] for name in (title, EVALUATED + title) if name in found}))
     return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn)}</div>' if drawn else ""
 
 
@@ -124,7 +122,7 @@ def _environment(run: RunFolder) -> str:
     recorded = records.read_record(run.environment, dictionary(Record), {})
     manifest = run.load_manifest({})
     recorded |= {name: manifest[name] for name in ("runtime", "image", "code", "locks") if manifest.get(name)}
-    return _table(without_secrets(recorded).items())
+    return _table(listing.without_secrets(recorded).items())
 
 
 def _table(pairs: Iterable[tuple[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from cluster.contract import settings, spec
 from cluster.host.cli.command_line import ask_user, show, task
 from cluster.host.control import ending
 from cluster.host.launch import folders
-from cluster.host.reports import comparison, listing, page
+from cluster.host.reports import listing, page
 from cluster.host.sweep import best_first
 from cluster.host.view.columns import columns
 from cluster.system.errors import RunFailed, UsageError
@@ -32,10 +32,10 @@ def compare(c, run=None, other=None, third=None, fourth=None, json=False):
     names = [name for word in words for name in (word or "").split(",") if name]
     if len(names) < 2 or len(set(names)) < len(names):
         raise UsageError(f"compare {' '.join(names)}: name two runs or more: {COMMAND} compare first second third")
-    if len(names) > comparison.MAX_RUNS:
-        raise UsageError(f"compare: {len(names)} runs, expected at most {comparison.MAX_RUNS}")
+    if len(names) > listing.MAX_RUNS:
+        raise UsageError(f"compare: {len(names)} runs, expected at most {listing.MAX_RUNS}")
     found = [folders.find_run(name) for name in names]
-    show(comparison.compare_runs(found), lambda value: comparison.comparison_lines(value, found), as_json=json)
+    show(listing.compare_runs(found), lambda value: listing.comparison_lines(value, found), as_json=json)
 
 
 @task()
@@ -44,9 +44,7 @@ def report(c, run=None, output=""):
     folder = folders.find_run(run or "")
     path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
     if not path.parent.is_dir():
-        raise UsageError(
-            f"--output {str(path)!r}: the folder {path.parent} does not exist; create it, or name another file"
-        )
+        raise UsageError(f"--output {str(path)!r}: the folder {path.parent} does not exist; create it")
     write_text(path, page.render_page(folder))
     print(short_path(path))
 
