@@ -13,8 +13,8 @@ from cluster.contract.recovery import step_record
 from cluster.contract.recovery.step_record import RecordedStep
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import registry
+from cluster.host.runtime.base import FaultInjector
 from cluster.host.runtime.compose_runtime import ContainerFaults
-from cluster.host.runtime.injector import FaultInjector
 from cluster.system import processes
 from cluster.system.errors import ClusterError
 from cluster.system.waiting import wait_until

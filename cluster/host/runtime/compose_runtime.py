@@ -14,9 +14,8 @@ from cluster.host import nvidia
 from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import compose_services, resources
-from cluster.host.runtime.base import Finding, Runtime, Shell, Workload
+from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
 from cluster.host.runtime.compose_services import RUN_LABEL, project
-from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
 from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Memory, Network
 from cluster.system import memory
@@ -111,10 +110,8 @@ class ContainerFaults(FaultInjector):
         return ()
 
     def _filters(self, task: str) -> list[str]:
-        return [
-            f"label=com.docker.compose.project={compose_services.project(self._run.path)}",
-            f"label={compose_services.TASK_LABEL}={task}",
-        ]
+        of_run = f"label=com.docker.compose.project={project(self._run.path)}"
+        return [of_run, f"label={compose_services.TASK_LABEL}={task}"]
 
     def _ask(self, *words: str, timeout_s: float = engine.ANSWER_TIMEOUT_S) -> tuple[int, str]:
         return engine.ask(*self._at, *words, timeout_s=timeout_s)

@@ -149,10 +149,8 @@ def check_readable(payload: Payload) -> None:
         if path in payload.secrets.values():  # secrets need not be readable by others
             bits, fix = stat.S_IRUSR if status.st_uid == UNPRIVILEGED else stat.S_IROTH, f"chown {UNPRIVILEGED}"
         if status.st_mode & bits != bits:
-            raise PrerequisiteError(
-                f"containers run as user {task_user()}, who cannot read {path}: `{fix} {shlex.quote(str(path))}`, "
-                "or use --runtime local"
-            )
+            fix = f"`{fix} {shlex.quote(str(path))}`, or use --runtime local"
+            raise PrerequisiteError(f"containers run as user {task_user()}, who cannot read {path}: {fix}")
 
 
 def let_tasks_read(runs_dir: Path, data_dir: Path) -> None:
@@ -194,9 +192,7 @@ def run_ending(command: str, sh: Callable[[str], object], subject: str) -> None:
         sh(command)
     except Exception as error:
         if not (answer := engine.probe()).ready:
-            raise PrerequisiteError(
-                f"{subject}: {answer.detail}; start the engine, then `{COMMAND} down` again"
-            ) from error
+            raise PrerequisiteError(f"{subject}: {answer.detail}; start it, then `{COMMAND} down` again") from error
         raise
 
 

@@ -81,10 +81,8 @@ def serve_calls(connection: socket.socket) -> None:
     """Run programs for `up`, one at a time, until a message without a command asks for the supervisor."""
     while "command" in (order := receive(connection)):
         with os.fdopen(order["output"], "wb") as output:
-            started = {"env": order["environment"], "stdout": output, "stderr": subprocess.STDOUT}
-            process = fork_server.start(
-                order["command"], **started, process_group=0, preexec_fn=processes.die_with_parent
-            )
+            how = {"env": order["environment"], "stdout": output, "stderr": subprocess.STDOUT, "process_group": 0}
+            process = fork_server.start(order["command"], **how, preexec_fn=processes.die_with_parent)
         wanted = True
         while wanted and not processes.has_ended(process):
             ready, _, _ = select.select([connection], [], [], POLL_S)

@@ -7,8 +7,7 @@ import sys
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.contract import settings, tf_config, user_code
 from cluster.contract.run.folder import RunFolder
@@ -18,8 +17,7 @@ from cluster.host import nvidia
 from cluster.host.image.engine import Availability
 from cluster.host.nvidia import NO_DEVICE, Placement
 from cluster.host.runtime import namespaces, resources, supervisor, warm
-from cluster.host.runtime.base import Finding, Runtime, Shell, Workload
-from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
+from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError
@@ -33,7 +31,7 @@ class ProcessFaults(FaultInjector):
     """Injects faults into local processes, by signals and limits."""
 
     storm = FaultInjector.storm | {"lose"}
-    refusals = MappingProxyType({"partition": "local tasks share one network; use a run of --runtime docker"})
+    refusals: ClassVar = {"partition": "local tasks share one network; use a run of --runtime docker"}
 
     def __init__(self, run: RunFolder) -> None:
         super().__init__(run)
@@ -56,15 +54,17 @@ class ProcessFaults(FaultInjector):
 
     def slow(self, task: str) -> None:
         """Repeatedly stop and continue the program, in a thread."""
-        self._undone.clear()
-        self._slowing = threading.Thread(target=self._stop_and_go, args=(self.processes(task)["program"],), daemon=True)
-        self._slowing.start()
+        program = self.processes(task)["program"]
 
-    def _stop_and_go(self, program: dict[str, int]) -> None:
-        while not self._undone.wait(SLICE_S * SLOWED_SHARE):
-            processes.kill(program, signal.SIGSTOP)
-            self._undone.wait(SLICE_S * (1 - SLOWED_SHARE))
-            processes.kill(program, signal.SIGCONT)
+        def stop_and_go() -> None:
+            while not self._undone.wait(SLICE_S * SLOWED_SHARE):
+                processes.kill(program, signal.SIGSTOP)
+                self._undone.wait(SLICE_S * (1 - SLOWED_SHARE))
+                processes.kill(program, signal.SIGCONT)
+
+        self._undone.clear()
+        self._slowing = threading.Thread(target=stop_and_go, daemon=True)
+        self._slowing.start()
 
     def oom(self, task: str) -> None:
         """Limit the program's memory to its current size, so that its next allocation fails."""
@@ -123,10 +123,8 @@ class LocalProcesses(Runtime):
         elif (refused := namespaces.refusal()) is None:
             return Network(PRIVATE, typed)
         elif typed:
-            raise PrerequisiteError(
-                f"--network {PRIVATE}: tasks can have no private network here: {refused.why}; {refused.fix}, or "
-                "leave it out"
-            )
+            why = f"tasks can have no private network here: {refused.why}"
+            raise PrerequisiteError(f"--network {PRIVATE}: {why}; {refused.fix}, or leave it out")
         else:
             why = f"they can have no private network: {refused.why}; {refused.fix}, or {INSTEAD}"
         warning = f"{resources.EXPOSED}: the tasks are in this machine's network, {why}"
@@ -138,9 +136,8 @@ class LocalProcesses(Runtime):
     def render(self, work: Workload) -> dict[str, Any]:
         payload = work.payload
         more = payload.environment(work.cluster, payload.local_path())
-        return processes_of(
-            work.cluster, work.run.path, work.data_dir, payload.command(), more, work.gpus, work.network.name
-        )
+        command, network = payload.command(), work.network.name
+        return processes_of(work.cluster, work.run.path, work.data_dir, command, more, work.gpus, network)
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
         resources.check_free_memory(len(work.cluster.tasks), ending)
@@ -198,9 +195,13 @@ def processes_of(
     tasks = {}
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **values}
-        environment |= _visible_gpus(gpus, task.name, more)
-        if network == PRIVATE and gpus.of(task.name):
-            environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may not exist in there
+        if ids := gpus.of(task.name):
+            order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi's indices
+            environment |= {"CUDA_VISIBLE_DEVICES": ",".join(ids)} | order | gpus.environment(task.name, more)
+            if network == PRIVATE:
+                environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may not exist in there
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = NO_DEVICE  # whatever the caller sees
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {"command": [sys.executable, "-m", "cluster.agent", *command], "environment": environment}
@@ -210,11 +211,3 @@ def processes_of(
     accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
     shared = settings.is_on("SHARED_IMPORT")
     return composed | {"preload": TRAINER_IMPORTS} if shared and not command and not accelerated else composed
-
-
-def _visible_gpus(gpus: Placement, task: str, given: Collection[str]) -> dict[str, str]:
-    """Return the variables with which a process sees only its own GPUs, whatever its caller sees."""
-    if not (ids := gpus.of(task)):
-        return {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi's indices
-    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} | order | gpus.environment(task, given)

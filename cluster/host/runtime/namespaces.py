@@ -41,9 +41,6 @@ def enter() -> None:
     """Move this process, which must be single-threaded, and its future children to a new network namespace.
 
     Users other than root also need a user namespace, in which they keep their id, so that files keep their owner.
-
-    Raises:
-        OSError: the machine does not allow it.
     """
     user, group = os.geteuid(), os.getegid()
     try:

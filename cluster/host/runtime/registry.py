@@ -47,9 +47,8 @@ def choose_runtime(requested: str, strategy: Strategy | None = None) -> tuple[Ru
 def _requested(runtime: Runtime, strategy: str, hardware: str) -> tuple[Runtime, str]:
     if hardware and not runtime.reaches_hardware:
         others = " or ".join(f"--runtime {each.name}" for each in RUNTIMES.values() if each.reaches_hardware)
-        raise UsageError(
-            f"--runtime {runtime.name} with --strategy {strategy}: {runtime.tasks} get no {hardware}; use {others}"
-        )
+        option = f"--runtime {runtime.name} with --strategy {strategy}"
+        raise UsageError(f"{option}: {runtime.tasks} get no {hardware}; use {others}")
     state = runtime.probe()
     if not state.ready:
         raise PrerequisiteError(f"--runtime {runtime.name}: {state.detail}; {state.fix}, or use --runtime {LOCAL.name}")

@@ -35,29 +35,24 @@ class Memory:
     def check(self, num_tasks: int) -> None:
         """Check that the tasks fit; raise PrerequisiteError if not."""
         if self.requested and num_tasks * self.task_bytes > self.total_bytes:
-            raise PrerequisiteError(
-                f"--memory {self.requested} for {counted(num_tasks, 'task')} makes "
-                f"{size(num_tasks * self.task_bytes)}, the engine's machine has "
-                f"{size(self.total_bytes)}; use --memory "
-                f"{self.total_bytes // num_tasks // 2**20}MiB, or fewer tasks"
-            )
+            needed, total = size(num_tasks * self.task_bytes), size(self.total_bytes)
+            use = f"use --memory {self.total_bytes // num_tasks // 2**20}MiB, or fewer tasks"
+            option = f"--memory {self.requested} for {counted(num_tasks, 'task')}"
+            raise PrerequisiteError(f"{option} makes {needed}, the engine's machine has {total}; {use}")
         if self.task_bytes < TASK_MEMORY_BYTES:
             shared = int(self.total_bytes * SHARED)
-            raise PrerequisiteError(
-                f"{counted(num_tasks, 'task')} that share {size(shared)} of memory get "
-                f"{size(self.task_bytes)} each, and TensorFlow alone takes {size(TASK_MEMORY_BYTES)}; "
-                f"use at most {counted(shared // TASK_MEMORY_BYTES, 'task')} here"
-            )
+            have = f"{counted(num_tasks, 'task')} that share {size(shared)} of memory get {size(self.task_bytes)} each"
+            use = f"use at most {counted(shared // TASK_MEMORY_BYTES, 'task')} here"
+            raise PrerequisiteError(f"{have}, and TensorFlow alone takes {size(TASK_MEMORY_BYTES)}; {use}")
 
 
 def check_free_memory(num_tasks: int, ending: int = 0) -> None:
     """Check that TensorFlow processes without a limit fit into the free memory and that of `ending` tasks."""
     available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
     if num_tasks * TASK_MEMORY_BYTES > available:
-        raise PrerequisiteError(
-            f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
-            f"{available / 2**30:.1f} GiB are free; use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
-        )
+        need = f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory"
+        use = f"use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
+        raise PrerequisiteError(f"{need}, {available / 2**30:.1f} GiB are free; {use}")
 
 
 def parse_memory(text: str) -> int:
@@ -69,10 +64,8 @@ def parse_memory(text: str) -> int:
         raise UsageError(f"--memory {text!r}: expected a number and MiB, GiB or TiB, such as 8GiB or 1500MiB")
     size_bytes = int(float(match[1]) * UNITS[match[2].lower()])
     if size_bytes < TASK_MEMORY_BYTES:
-        raise UsageError(
-            f"--memory {text!r}: expected at least {TASK_MEMORY_BYTES // 2**20}MiB, what TensorFlow alone takes, and "
-            "at most what the machine has; use such as 8GiB or 1500MiB"
-        )
+        least = f"at least {TASK_MEMORY_BYTES // 2**20}MiB, what TensorFlow alone takes"
+        raise UsageError(f"--memory {text!r}: expected {least}, and at most the machine's, such as 8GiB or 1500MiB")
     return size_bytes
 
 

@@ -166,7 +166,5 @@ def _await_answer(
             return False
 
     if not wait_until(answers, START_TIMEOUT_S, POLL_S):
-        raise TimedOut(
-            f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see "
-            f"{runs_dir / '.tensorboard.log'} or `docker logs` of its container, then `{COMMAND} tensorboard`"
-        )
+        place = f"{runs_dir / '.tensorboard.log'} or `docker logs` of its container, then `{COMMAND} tensorboard`"
+        raise TimedOut(f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {place}")

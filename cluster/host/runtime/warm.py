@@ -170,11 +170,7 @@ def refusal() -> str:
 
 @contextlib.contextmanager
 def _folder(*, create: bool = False) -> Iterator[int]:
-    """Open the folder of the sockets, which only this user can access; yield its descriptor, to address its entries.
-
-    Raises:
-        OSError: the folder is missing, a link, owned by another user, or accessible to others.
-    """
+    """Open the folder of the sockets, which must be only this user's; yield its descriptor, to address its entries."""
     named = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(named, "tf-cluster") if named else Path(tempfile.gettempdir(), f"tf-cluster-{os.geteuid()}")
     if create:

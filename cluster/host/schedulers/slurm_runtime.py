@@ -11,8 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
@@ -20,8 +19,7 @@ from cluster.contract.run.launch_records import TaskAddress
 from cluster.host.image.engine import Availability
 from cluster.host.nvidia import NO_DEVICE
 from cluster.host.runtime import resources
-from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
-from cluster.host.runtime.injector import FaultInjector
+from cluster.host.runtime.base import FaultInjector, Finding, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import Network
 from cluster.system import processes
@@ -90,10 +88,8 @@ class Queue:
         ended = f"job {number} ended{place}: {state} ({reason})"
         if run.log("slurm").exists():
             return f"{ended}; see logs/slurm.log of the run"
-        return (
-            f"{ended} before any task began, as where a node cannot write {run.path}; let every node see RUNS_DIR "
-            "under that path"
-        )
+        fix = "let every node see RUNS_DIR under that path"
+        return f"{ended} before any task began, as where a node cannot write {run.path}; {fix}"
 
     def nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
         """Return the exit code of `sinfo`, its output, a line for each state of nodes, and its errors."""
@@ -126,9 +122,13 @@ LEAVE_S = 60
 def batch_script(work: Workload) -> str:
     """Return the batch script of a run, whose nodes are not known yet."""
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
+    directives = []
+    for option in sbatch_options(work):
+        name, given, value = option.partition("=")
+        directives.append(f"#SBATCH {name}{given}{shlex.quote(value) if given else ''}")
     exports = (f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(work).items()))
     values = {
-        "directives": "\n".join(map(_directive, sbatch_options(work))),
+        "directives": "\n".join(directives),
         "exports": "\n".join(exports),
         "stop": shlex.quote(f"{step} stop"),
         # The job of an elastic run survives the loss of a node.
@@ -161,11 +161,6 @@ def sbatch_options(work: Workload) -> list[str]:
     return [*words, *(["--no-kill"] if work.elastic else []), "--requeue"]
 
 
-def _directive(option: str) -> str:
-    name, given, value = option.partition("=")
-    return f"#SBATCH {name}{given}{shlex.quote(value) if given else ''}"
-
-
 SRUN_S = 60.0
 
 
@@ -173,9 +168,7 @@ class SlurmFaults(FaultInjector):
     """Injects faults into the tasks of a job, by signals on their nodes."""
 
     storm = frozenset({"kill", "pause", "corrupt"})
-    refusals = MappingProxyType(
-        dict.fromkeys(("partition", "slow", "oom"), "no signal does that; use a run of --runtime docker")
-    )
+    refusals: ClassVar = dict.fromkeys(("partition", "slow", "oom"), "no signal does that; use --runtime docker")
 
     def signal(self, task: str, number: int, *whose: str) -> None:
         found = self.processes(task)
@@ -186,9 +179,8 @@ class SlurmFaults(FaultInjector):
         step = ["srun", f"--jobid={job}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
         code, _, complained = processes.run([*step, "kill", f"-{number}", *words], SRUN_S)
         if code:
-            raise ClusterError(
-                f"srun on {node or 'a node'} of job {job or 'none'}: {' '.join(complained.split())[:200]}"
-            )
+            complaint = " ".join(complained.split())[:200]
+            raise ClusterError(f"srun on {node or 'a node'} of job {job or 'none'}: {complaint}")
 
     def _place(self, task: str) -> TaskAddress | None:
         """Return the last address of a task, which may be a replacement in another job."""
@@ -233,13 +225,9 @@ class Slurm(ScheduledRuntime):
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
         resources.check_network(requested)
         if requested == resources.PRIVATE:
-            raise UsageError(
-                f"--network {requested}: tasks of a Slurm job are in the network of their nodes; leave it out"
-            )
-        warning = (
-            f"{resources.UNPROTECTED} all who reach the nodes reach them: see docs/guides/slurm.md" if serves else ""
-        )
-        return Network(resources.HOST, requested or previous, warning)
+            raise UsageError(f"--network {requested}: tasks of a Slurm job are in their nodes' network; leave it out")
+        exposed = f"{resources.UNPROTECTED} all who reach the nodes reach them: see docs/guides/slurm.md"
+        return Network(resources.HOST, requested or previous, exposed if serves else "")
 
     def render(self, work: Workload) -> dict[str, Any]:
         return {"runtime": self.name, "script": batch_script(work)}
@@ -247,9 +235,7 @@ class Slurm(ScheduledRuntime):
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # another job
         """Check that Slurm would accept the job, according to Slurm itself; raise UsageError if not."""
         if why := self._queue.refusal(sbatch_options(work)):
-            raise UsageError(
-                f"{work.job.described or 'the job'}: Slurm refuses it: {why}; `sinfo --long` shows what it has"
-            )
+            raise UsageError(f"{work.job.described or 'the job'}: Slurm refuses it: {why}; see `sinfo --long`")
 
     def commands(self, work: Workload) -> list[str]:
         return [f"{_sbatch(work)} <<'SCRIPT'\n{self.render(work)['script']}SCRIPT"]

@@ -16,8 +16,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from invoke.util import yaml  # invoke brings PyYAML along, for its own files
 
@@ -62,17 +61,14 @@ def list_nodes() -> list[SwarmNode]:
     """Return the hosts of the Swarm."""
     manager = ask_manager("info", "--format", "{{.Swarm.NodeID}}")
     ids = ask_manager("node", "ls", "--quiet").split()
-    return [_node(value, manager) for value in json.loads(ask_manager("node", "inspect", *ids))]
-
-
-def _node(value: dict[str, Any], manager: str) -> SwarmNode:
-    spec, described = value.get("Spec", {}), value.get("Description", {})
-    state, availability = value.get("Status", {}).get("State", ""), spec.get("Availability", "")
-    obstacle = state if state != "ready" else availability
-    if obstacle == "active":
-        obstacle = ""
-    address = (spec.get("Labels") or {}).get(ENGINE_LABEL, "")
-    return SwarmNode(described.get("Hostname", ""), value["ID"] == manager, address, obstacle)
+    nodes = []
+    for value in json.loads(ask_manager("node", "inspect", *ids)):
+        spec, described = value.get("Spec", {}), value.get("Description", {})
+        state, availability = value.get("Status", {}).get("State", ""), spec.get("Availability", "")
+        obstacle = state if state != "ready" else availability.removeprefix("active")
+        address = (spec.get("Labels") or {}).get(ENGINE_LABEL, "")
+        nodes.append(SwarmNode(described.get("Hostname", ""), value["ID"] == manager, address, obstacle))
+    return nodes
 
 
 def ask_manager(*words: str) -> str:
@@ -158,8 +154,7 @@ def render_stack(work: Workload) -> dict[str, Any]:
     if secrets := work.payload.caller_variables:
         stack = stack_name(work.run.path)
         rendered["secrets"] = {name: {"external": True, "name": secret_name(stack, name)} for name in secrets}
-    literal: dict[str, Any] = compose_services.literal(rendered)
-    return literal
+    return dict(compose_services.literal(rendered))
 
 
 def _service(work: Workload, task: Task) -> dict[str, Any]:
@@ -176,12 +171,25 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
         environment |= {"NCCL_SOCKET_IFNAME": compose_services.NETWORK_INTERFACE}
     else:
         environment |= compose_services.NO_GPU
-    service["volumes"] += _scratch(work, with_gpus=gpus > 0)
+    # A script's /tmp is a folder of the run.
+    scratch = {"/var/tmp" if work.payload.script else "/tmp": SCRATCH_BYTES}  # noqa: S108
+    if gpus:  # the engine's default of 64 MB is too small for NCCL's buffers
+        scratch["/dev/shm"] = SHM_BYTES  # noqa: S108
+    for target, size in scratch.items():
+        service["volumes"].append({"type": "tmpfs", "target": target, "tmpfs": {"size": size}})
+    limits: dict[str, Any] = {"pids": 4096}
+    reservations: dict[str, Any] = {}
+    if work.memory.task_bytes:
+        limits["memory"] = reservations["memory"] = str(work.memory.task_bytes)
+    if job.cpus_per_task:
+        limits["cpus"] = reservations["cpus"] = job.cpus_per_task
+    if gpus:
+        reservations["generic_resources"] = [{"discrete_resource_spec": {"kind": GPU, "value": gpus}}]
     service |= yaml.safe_load(Path(__file__).with_name("swarm_stack.yaml").read_text())
     service["deploy"] |= {
         "labels": service["labels"],
         "placement": {"constraints": constraints(job)},
-        "resources": _service_resources(work, gpus),
+        "resources": {"limits": limits} | ({"reservations": reservations} if reservations else {}),
     }
     if secrets:
         service["secrets"] = [{"source": name, "target": name} for name in secrets]
@@ -195,38 +203,15 @@ def constraints(job: Job) -> list[str]:
     return [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
 
 
-def _service_resources(work: Workload, gpus: int) -> dict[str, Any]:
-    limits: dict[str, Any] = {"pids": 4096}
-    reservations: dict[str, Any] = {}
-    if work.memory.task_bytes:
-        limits["memory"] = reservations["memory"] = str(work.memory.task_bytes)
-    if cpus := work.job.cpus_per_task:
-        limits["cpus"] = reservations["cpus"] = cpus
-    if gpus:
-        reservations["generic_resources"] = [{"discrete_resource_spec": {"kind": GPU, "value": gpus}}]
-    return {"limits": limits, **({"reservations": reservations} if reservations else {})}
-
-
-def _scratch(work: Workload, *, with_gpus: bool) -> list[dict[str, Any]]:
-    """Return the tmpfs mounts of a task; a script's /tmp is a folder of the run instead."""
-    folder = "/var/tmp" if work.payload.script else "/tmp"  # noqa: S108
-    found = [{"type": "tmpfs", "target": folder, "tmpfs": {"size": SCRATCH_BYTES}}]
-    if with_gpus:  # the engine's default of 64 MB is too small for NCCL's buffers
-        found.append({"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": SHM_BYTES}})  # noqa: S108
-    return found
-
-
 class SwarmFaults(ContainerFaults):
     """Injects faults into the containers of a stack."""
 
     storm = frozenset({"kill", "pause", "slow", "corrupt"})
-    refusals = MappingProxyType(
-        {
-            "partition": "a service's container cannot be connected again; cut off its host, or use --runtime docker",
-            "lose": "the Swarm would start it again; cut off or drain its host, or use --runtime docker",
-            "oom": "a limit of a service is not changed in place; use a run of --runtime docker",
-        }
-    )
+    refusals: ClassVar = {
+        "partition": "a service's container cannot be connected again; cut off its host, or use --runtime docker",
+        "lose": "the Swarm would start it again; cut off or drain its host, or use --runtime docker",
+        "oom": "a limit of a service is not changed in place; use a run of --runtime docker",
+    }
 
     def _engine(self, task: str) -> tuple[str, ...]:
         service = f"{stack_name(self._run.path)}_{task}"
@@ -239,10 +224,8 @@ class SwarmFaults(ContainerFaults):
         if node.is_manager:
             return ()
         if not node.engine:
-            raise ClusterError(
-                f"{task} is on {node.name}, whose engine is not known; `docker node update --label-add "
-                f"{ENGINE_LABEL}=ssh://{node.name} {node.name}`"
-            )
+            fix = f"`docker node update --label-add {ENGINE_LABEL}=ssh://{node.name} {node.name}`"
+            raise ClusterError(f"{task} is on {node.name}, whose engine is not known; {fix}")
         return ("--host", node.engine)
 
     def _filters(self, task: str) -> list[str]:
@@ -267,6 +250,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     way_back = "set DOCKER_HOST to a manager's engine"
     job_options = frozenset({"constraint", "cpus_per_task", "gpus_per_task"})
     injector = SwarmFaults
+    describe = staticmethod(render_stack)
 
     def probe(self) -> Availability:
         swarm, text = engine.ask_info("Swarm")
@@ -303,9 +287,6 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         warning = f"{resources.UNPROTECTED} {open_to}"
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
         return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
-
-    def describe(self, work: Workload) -> dict[str, Any]:
-        return render_stack(work)
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm checks the free resources
         """Check that any host accepts tasks; only the Swarm knows which hosts have the reserved resources."""
@@ -361,9 +342,8 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002  # the stack says how long
         if not (available := self.probe()).ready:
-            raise PrerequisiteError(
-                f"{run.name}: on a Swarm, where it may continue: {available.detail}; {available.fix}"
-            )
+            why = f"{available.detail}; {available.fix}"
+            raise PrerequisiteError(f"{run.name}: on a Swarm, where it may continue: {why}")
         name = stack_name(run.path)
         if name in self.scheduled():
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))

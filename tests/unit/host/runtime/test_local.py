@@ -13,9 +13,9 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime import compose_services, injector, registry, supervisor
+from cluster.host.runtime import base, compose_services, registry, supervisor
+from cluster.host.runtime.base import FaultInjector
 from cluster.host.runtime.compose_runtime import MEMORY_EATER
-from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.system import memory, ports
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
@@ -259,9 +259,9 @@ def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_und
 
 @pytest.mark.parametrize(("root", "most"), [("", 2**70), ("/proc", 0)], ids=["the machine's own", "too much room"])
 def test_a_disk_that_others_use_is_never_filled(run, monkeypatch, root, most):
-    monkeypatch.setattr(injector, "BALLAST", "absent/ballast")  # nothing can be filled, whatever is decided
-    monkeypatch.setattr(injector, "Path", lambda _: Path(root) if root else run.path)  # where "/" is
-    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", most)
+    monkeypatch.setattr(base, "BALLAST", "absent/ballast")  # nothing can be filled, whatever is decided
+    monkeypatch.setattr(base, "Path", lambda _: Path(root) if root else run.path)  # where "/" is
+    monkeypatch.setattr(base, "MAX_BALLAST_BYTES", most)
     for refuses in (
         lambda: ProcessFaults(run).check("diskfull", "chief"),
         lambda: ProcessFaults(run).diskfull("chief"),
