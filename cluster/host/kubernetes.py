@@ -53,8 +53,8 @@ class Manifest:
 
     name: str
     spec: ClusterSpec
-    config: Mapping[str, Any]
-    started: Mapping[str, Any]
+    config: dict[str, Any]
+    started: dict[str, Any]
     image: str
     claim: str
     memory_bytes: int
@@ -182,11 +182,7 @@ KINDS: dict[str, tuple[str, Callable[[Manifest], dict[str, Any]]]] = {
 
 def records(manifest: Manifest) -> dict[str, Any]:
     """Return the ConfigMap from which the chief's pod lays out the run folder."""
-    values = {
-        "cluster.json": manifest.spec.to_json(),
-        "config.json": dict(manifest.config),
-        "started.json": dict(manifest.started),
-    }
+    values = {"cluster.json": manifest.spec.to_json(), "config.json": manifest.config, "started.json": manifest.started}
     files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
     return manifest.make("records", files=files)
 
@@ -255,13 +251,17 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
     check_together(request, scripted=False)
     name = request.name or (request.preset or PRESET).rpartition(":")[2].replace("_", "-").lower()
     if not NAME.fullmatch(name):
-        raise UsageError(
-            f"--name {name!r}: Kubernetes takes small letters, digits and '-', at most 40, the first a letter; "
-            "choose such a name"
-        )
+        allowed = "small letters, digits and '-', at most 40, the first a letter"
+        raise UsageError(f"--name {name!r}: Kubernetes takes {allowed}; choose such a name")
     cpus = spec.parse_count("cpus", requested_cpus, 1, 1024)
     gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
-    cluster = _cluster(request, gpus)
+    cluster = build_cluster(request)
+    if gpus:
+        planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)
+        cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
+    planning.check_devices(request, cluster, gpus)
+    if cluster.kind.hardware:
+        raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
     config, _, _ = configuration.resolve_config(request, cores=cpus)
     planning.check_batch_and_precision(config, cluster)
     elastic_run = elastic_record(request, request, cluster)
@@ -284,17 +284,6 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         gpus=gpus,
         environment=({"NCCL_DEBUG": "WARN"} if gpus else {}) | given,
     )
-
-
-def _cluster(request: Request, gpus: int) -> ClusterSpec:
-    cluster = build_cluster(request)
-    if gpus:
-        planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)
-        cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
-    planning.check_devices(request, cluster, gpus)
-    if cluster.kind.hardware:
-        raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
-    return cluster
 
 
 NUMBER = re.compile(r"[-+.0-9][-+.0-9_a-fA-FoOxX]*")

@@ -66,9 +66,8 @@ def read_machine(what: str, *, with_instances: bool = False) -> Machine:
     code, text = ask_nvidia_smi(*QUERY)
     if code or not text.strip():
         why = (text.strip() or "nvidia-smi lists no GPU").splitlines()[-1]
-        raise PrerequisiteError(
-            f"{what}: no GPU was found on this machine ({why}); install NVIDIA's driver, or use --gpus none"
-        )
+        fix = "install NVIDIA's driver, or use --gpus none"
+        raise PrerequisiteError(f"{what}: no GPU was found on this machine ({why}); {fix}")
     gpus = parse_inventory(text)
     nvlinks = parse_nvlinks(ask_nvidia_smi("topo", "-m")[1])  # empty if it failed
     code, text = ask_nvidia_smi("-L") if with_instances else (1, "")
@@ -82,10 +81,8 @@ def parse_inventory(text: str) -> tuple[Gpu, ...]:
     for line in filter(str.strip, text.splitlines()):
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != 4 or not cells[0].isdigit():
-            raise ClusterError(
-                f"nvidia-smi printed {line.strip()[:100]!r}: expected index, name, memory and MIG mode; run "
-                "`nvidia-smi` to see what is wrong with the driver"
-            )
+            expected = "expected index, name, memory and MIG mode; run it to see what is wrong with the driver"
+            raise ClusterError(f"nvidia-smi printed {line.strip()[:100]!r}: {expected}")
         index, model, memory, mig = cells
         gpus.append(Gpu(index, model, int(memory) if memory.isdigit() else 0, mig == "Enabled"))
     return tuple(sorted(gpus, key=lambda gpu: int(gpu.id)))
@@ -108,19 +105,16 @@ def check_engine() -> None:
     """Check that the engine can give GPUs to containers."""
     runtimes, _ = engine.ask_info("Runtimes")
     if "nvidia" not in (runtimes or {}) and not shutil.which(_HOOK):
-        raise PrerequisiteError(
-            "--gpus with containers: the engine has no NVIDIA runtime, so containers get no GPU; install NVIDIA's "
-            f"container toolkit, then {CONFIGURE}"
-        )
+        problem = "with containers: the engine has no NVIDIA runtime, so containers get no GPU"
+        raise PrerequisiteError(f"--gpus {problem}; install NVIDIA's container toolkit, then {CONFIGURE}")
 
 
 def check_environment() -> None:
     """Check that processes of this environment can use GPUs."""
     if not any(metadata.distributions(name="tensorflow")):
-        raise PrerequisiteError(
-            "--gpus with local processes: this environment has tensorflow-cpu, which uses no GPU; use --runtime "
-            "docker, or an environment with CUDA: set ACCELERATOR=gpu as docs/guides/gpus.md says"
-        )
+        problem = "this environment has tensorflow-cpu, which uses no GPU"
+        fix = "use --runtime docker, or an environment with CUDA: set ACCELERATOR=gpu as docs/guides/gpus.md says"
+        raise PrerequisiteError(f"--gpus with local processes: {problem}; {fix}")
 
 
 MAX_GPUS = 1024
@@ -197,10 +191,7 @@ def parse_gpus(gpus: str) -> GpuRequest | None:
         return replace(request, count=parse_count("gpus", gpus, 1, MAX_GPUS))
     ids = gpus.removesuffix(",").split(",")
     if not all(re.fullmatch(r"0|[1-9][0-9]{0,3}|MIG-[0-9A-Za-z/-]+", part) for part in ids) or gpus == "0":
-        raise UsageError(
-            f"--gpus {gpus!r}: expected none, all, how many such as 4, or ids such as 0,1; one id ends with a comma, "
-            "such as 0,"
-        )
+        raise UsageError(f"--gpus {gpus!r}: expected none, all, how many such as 4, or ids such as 0,1 or a single 0,")
     if twice := [part for part, times in Counter(ids).items() if times > 1]:
         raise UsageError(f"--gpus {gpus}: GPU {twice[0]} is named more than once; name each GPU once")
     return replace(request, ids=tuple(ids))
@@ -228,10 +219,8 @@ def place_gpus(
         pool = [gpu for gpu in machine.gpus if not gpu.mig and gpu.id not in busy]
     per_task = _share(request, len(pool), len(machine.gpus) - len(pool), len(tasks))
     if any(gpu.id.startswith("MIG-") for gpu in pool) and (per_task > 1 or cluster.kind.collective):
-        raise UsageError(
-            f"{request.text}: MIG instances cannot train together (a process sees one, and NCCL connects none); use "
-            "one with --workers 0, whole GPUs, or parameter servers"
-        )
+        why = "MIG instances cannot train together (a process sees one, and NCCL connects none)"
+        raise UsageError(f"{request.text}: {why}; use one with --workers 0, whole GPUs, or parameter servers")
     groups = _share_out([gpu.id for gpu in pool], len(tasks), per_task, machine)
     used = [gpu for gpu in pool if any(gpu.id in group for group in groups)]
     models = ", ".join(f"{gpu.id} {gpu.model}" for gpu in used)
@@ -249,10 +238,8 @@ def _named(request: GpuRequest, machine: Machine, busy: Mapping[str, str]) -> li
         if name in busy:
             raise UsageError(f"{request.text}: run {busy[name]!r} trains on GPU {name}; use others, or stop that run")
         if known[name].mig:
-            raise UsageError(
-                f"{request.text}: GPU {name} is in MIG mode, so only its instances can be used; name one by the UUID "
-                f"that `nvidia-smi -L` shows, or end the mode with `nvidia-smi -i {name} -mig 0`"
-            )
+            fix = f"name one by its UUID from `nvidia-smi -L`, or end the mode: `nvidia-smi -i {name} -mig 0`"
+            raise UsageError(f"{request.text}: GPU {name} is in MIG mode, so only its instances can be used; {fix}")
     return [gpu for gpu in known.values() if gpu.id in request.ids]
 
 
@@ -261,17 +248,13 @@ def _share(request: GpuRequest, available: int, unusable: int, num_tasks: int) -
     count = request.per_task * num_tasks or request.count or len(request.ids) or available
     if count > available or not count:
         besides = f" ({unusable} are in MIG mode or in use by other runs)" if unusable and not request.ids else ""
-        raise UsageError(
-            f"{request.text}: {tasks} would need {max(count, num_tasks)} GPUs, and there are {available} to choose "
-            f"from{besides}; request fewer, or use fewer workers"
-        )
+        problem = f"{tasks} would need {max(count, num_tasks)} GPUs, and there are {available} to choose from{besides}"
+        raise UsageError(f"{request.text}: {problem}; request fewer, or use fewer workers")
     if count % num_tasks:
         fewer, more = count // num_tasks * num_tasks, (count // num_tasks + 1) * num_tasks
         fits = " or ".join(str(number) for number in (fewer, more) if number and (number <= available or request.ids))
         use = ("name " if request.ids else "use --gpus ") + fits if fits else "use fewer workers"
-        raise UsageError(
-            f"{request.text}: {tasks} cannot share {counted(count, 'GPU')} evenly, and would wait for each other; {use}"
-        )
+        raise UsageError(f"{request.text}: {tasks} cannot share {counted(count, 'GPU')} evenly; {use}")
     return count // num_tasks
 
 

@@ -99,9 +99,7 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
         raise UsageError(f"--over {' --over '.join(over)}: {total} trials, expected at most {MAX_TRIALS}")
     name = check_run_name(request.name or request.run_name())
     if _record(name).exists():
-        raise UsageError(
-            f"sweep {name!r} exists; continue it with `{COMMAND} sweep --resume {name}`, or choose another"
-        )
+        raise UsageError(f"sweep {name!r} exists; `{COMMAND} sweep --resume {name}` continues it; or choose another")
     trials = []
     for number, values in enumerate(itertools.product(*(values for _, values in axes)), 1):
         run = f"{name}-{number:0{len(str(total))}}"
@@ -118,10 +116,8 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
     )
     _, last = OPTIONS["metrics_port"].bounds
     if sweep.metrics_port(trials[-1]) > last:
-        raise UsageError(
-            f"--metrics-port {request.metrics_port}: {counted(total, 'trial')} need as many ports from there on, "
-            f"up to {last}; choose a lower one"
-        )
+        needs = f"{counted(total, 'trial')} need as many ports from there on, up to {last}"
+        raise UsageError(f"--metrics-port {request.metrics_port}: {needs}; choose a lower one")
     for trial in trials:
         metrics_server.check_port(sweep.metrics_port(trial))
     return sweep
@@ -131,9 +127,8 @@ def load_sweep(name: str) -> Sweep:
     """Return the sweep called `name`; raise UsageError if there is none, DamagedError if its record is damaged."""
     if not _record(check_run_name(name)).exists():
         known = sorted(path.parent.name for path in _record("*").parent.parent.glob("*/sweep.json"))
-        raise UsageError(
-            f"there is no sweep {name!r} in {short_path(folders.runs_dir())}; known: {', '.join(known) or 'none'}"
-        )
+        where = short_path(folders.runs_dir())
+        raise UsageError(f"there is no sweep {name!r} in {where}; known: {', '.join(known) or 'none'}")
     return records.read_record(_record(name), Sweep.from_json)
 
 
@@ -221,15 +216,8 @@ class _Loop:
                 options["--metrics-port"] = [str(port)]
             words = [f"{key}={value}" if value else key for key, values in options.items() for value in values]
             after = [f"--{key}={value}" for key, value in trial.values.items() if not _option(key)]
-            return [
-                "up",
-                f"--name={trial.run}",
-                f"--tag={self.sweep.name}",
-                *words,
-                "--",
-                *self.sweep.overrides,
-                *after,
-            ]
+            names = [f"--name={trial.run}", f"--tag={self.sweep.name}"]
+            return ["up", *names, *words, "--", *self.sweep.overrides, *after]
         if teardown.in_progress(run):
             return ["wait", trial.run]
         summary = run.load_summary()
@@ -281,9 +269,8 @@ class _Loop:
                 reached = reached | {trial.run: loss_at(rows, rung)}
                 is_good = is_among_best(reached, trial.run)
                 dropped = {} if is_good else {trial.run: rung}
-                self.sweep = replace(
-                    self.sweep, rungs=self.sweep.rungs | {str(rung): reached}, dropped=self.sweep.dropped | dropped
-                )
+                rungs, dropped = self.sweep.rungs | {str(rung): reached}, self.sweep.dropped | dropped
+                self.sweep = replace(self.sweep, rungs=rungs, dropped=dropped)
                 write_json(_record(self.sweep.name), self.sweep.to_json())
                 if not is_good:
                     return

@@ -112,10 +112,8 @@ OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
 MIN_SHARED_BYTES = 2**30
 """NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_services.GPU_SHM`)."""
-QUERY = (
-    "--query-gpu=driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap",
-    "--format=csv,noheader",
-)
+FIELDS = "driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap"
+QUERY = (f"--query-gpu={FIELDS}", "--format=csv,noheader")
 
 PROBE_TIMEOUT_S = 120.0
 """Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""

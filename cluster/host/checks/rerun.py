@@ -65,9 +65,7 @@ def repeat_run(
 
 def _check(run: RunFolder) -> None:
     if run.script:
-        raise UsageError(
-            f"run {run.name!r} is a script's, which reports no losses to compare; start it again with `up`"
-        )
+        raise UsageError(f"run {run.name!r} is a script's, which reports no losses to compare; repeat it with `up`")
     state = getattr(run.load_summary(), "state", "in progress")
     if state != "succeeded":
         raise UsageError(f"run {run.name!r} is {state}: expected one that succeeded; finish it with --resume first")
@@ -76,10 +74,8 @@ def _check(run: RunFolder) -> None:
 def compare_repeated(first: RunFolder, second: RunFolder) -> RunComparison:
     """Compare two successful runs."""
     losses, others = first.losses(), second.losses()
-    apart = {
-        step: abs(losses[step] - others[step]) / max(abs(losses[step]), 1e-30)
-        for step in sorted(losses.keys() & others.keys())
-    }
+    common = sorted(losses.keys() & others.keys())
+    apart = {step: abs(losses[step] - others[step]) / max(abs(losses[step]), 1e-30) for step in common}
     from_step = next((step for step, difference in apart.items() if difference > 0), None)
     same = len({getattr(run.load_summary(), "weights_sha256", None) for run in (first, second)}) == 1
     kind = "identical" if same and from_step is None and losses.keys() == others.keys() else "different"

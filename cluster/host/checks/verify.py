@@ -164,14 +164,8 @@ def judge_case(case: Case, ended: CaseOutcome, reference: CaseOutcome | None) ->
             parity = max(apart)
         problem = _disagreement(ended, reference, parity)
         status, detail = (FAILED, problem) if problem else (OK, _in_words(ended, parity))
-    return {
-        "strategy": case.kind.class_name,
-        "loop": case.loop,
-        "keras": ended.keras,
-        "status": status,
-        "parity": parity,
-        "detail": detail,
-    }
+    row = {"strategy": case.kind.class_name, "loop": case.loop, "keras": ended.keras}
+    return row | {"status": status, "parity": parity, "detail": detail}
 
 
 def table_lines(rows: list[Row]) -> list[str]:

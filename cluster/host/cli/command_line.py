@@ -36,7 +36,7 @@ from cluster.system.paths import ROOT
 from cluster.system.terminal import WIDE, error_text, terminal_width
 
 HELP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("help.toml").read_text())
-SHARED_HELP = {name: option.full_help for name, option in OPTIONS.items()} | {
+SHARED_HELP = {name: f"{option.help} (default: {option.default})" for name, option in OPTIONS.items()} | {
     "file": "read options from this run file, see docs/reference/options.md; those given here win (default: none)",
     "json": "print as JSON (default: no)",
     "run": "run folder's name (default: the current run)",
@@ -100,7 +100,9 @@ def takes_request(
             file = file or ""
             own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
             parsed = parse_options(**typed)
-            words = _split_overrides(c)
+            words = tuple(sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else [])
+            if " ".join(words) != c.remainder:  # invoke joins the words and loses their quotes
+                words = tuple(shlex.split(c.remainder))
             settings = run_file.read_run_file(file, taken) if file else None
             request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
             request = mirroring.locate_mirror(request)
@@ -111,10 +113,8 @@ def takes_request(
                 return None
             return body(c, request, **own_options)
 
-        options = [
-            Parameter(option.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(option.types, ""))
-            for option in taken.values()
-        ]
+        defaults = {option.name: UNTYPED.get(option.types, "") for option in taken.values()}
+        options = [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in defaults.items()]
         file = Parameter("file", Parameter.KEYWORD_ONLY, default=None if file_first else "")
         extras = [file, *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters)]
         wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
@@ -127,12 +127,6 @@ def takes_request(
 def parse_options(**words: Any) -> dict[str, Any]:
     """Return the fields of a request for the options that were typed."""
     return {name: OPTIONS[name].parse(word) for name, word in words.items() if word}
-
-
-def _split_overrides(c: Context) -> tuple[str, ...]:
-    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    # invoke joins the words and loses their quotes.
-    return tuple(typed if " ".join(typed) == c.remainder else shlex.split(c.remainder))
 
 
 def report_errors(body: Callable[..., Any], *, has_dry_run: bool = False) -> Callable[..., Any]:
@@ -201,9 +195,7 @@ def _explained(error: OSError) -> str:
     """Return an error of the operating system with a fix; the error may lack a file name."""
     if error.errno in DISK_FULL and not error.filename:
         where = short_path(folders.runs_dir())
-        return (
-            f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
-        )
+        return f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR elsewhere"
     return f"{system_error(error)}; correct that and try again"
 
 

@@ -102,14 +102,10 @@ class FaultCost:
         if self.detected_s is None:
             return f"no restart; a new step {self.resumed_s:.2f} s later"
         if self.script_started_s is not None:
-            return (
-                f"noticed after {self.detected_s:.2f} s, the script's process started again after "
-                f"{self.script_started_s:.2f} s; what it repeats is not known"
-            )
-        return (
-            f"noticed after {self.detected_s:.2f} s, next new step after {self.resumed_s:.2f} s, "
-            f"{self.steps_lost} steps done again"
-        )
+            again = f"the script's process started again after {self.script_started_s:.2f} s"
+            return f"noticed after {self.detected_s:.2f} s, {again}; what it repeats is not known"
+        noticed = f"noticed after {self.detected_s:.2f} s, next new step after {self.resumed_s:.2f} s"
+        return f"{noticed}, {self.steps_lost} steps done again"
 
 
 def check_fault(run: RunFolder, fault: Fault) -> None:
@@ -128,12 +124,7 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
 
 
 def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> FaultCost:
-    """Inject a fault; return its cost once the run has recovered or ended.
-
-    Raises:
-        UsageError: the fault is refused, or the run ended before it could be injected.
-        TimedOut: the run did not become ready, or neither recovered nor ended.
-    """
+    """Inject a fault; return its cost once the run has recovered or ended. UsageError: it was not injected."""
     injector = registry.find_runtime(run).faults(run)
     _await(lambda: _ready(run, fault), run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
     if run.summary.exists():
@@ -150,7 +141,8 @@ def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) 
             _await(watch.has_been_noticed, run, timeout_s, f"anybody to notice {fault}")
             injector.undo(fault.task)
         _await(watch.has_recovered, run, timeout_s, f"the run to recover from {fault}")
-        if fault.kind == "flip" and not watch.has_flipped():
+        flipped = any(event.event == "flipped" and event.time > watch.time for event in run.events())
+        if fault.kind == "flip" and not flipped:
             raise UsageError(f"run {run.name!r} ended before {fault.task} flipped a bit; nothing was injected")
     finally:
         injector.undo(fault.task)
@@ -181,10 +173,6 @@ class _Watch:
         acted = ("restarted", "frozen", "silent", "hang")
         recent = [event for event in self._run.events() if event.time > self.time and event.event in acted]
         return self._run.generation > self.generation or any(event.task == self._fault.task for event in recent)
-
-    def has_flipped(self) -> bool:
-        """Whether a task has flipped a bit since the injection."""
-        return any(event.event == "flipped" and event.time > self.time for event in self._run.events())
 
     def has_recovered(self) -> bool:
         if self._run.summary.exists():
@@ -246,9 +234,7 @@ def run_storm(
             raise UsageError(f"--kinds {kind}: it ends the run, and the storm with it; inject it alone")
         check_fault(run, Fault(kind, "chief"))
     if run.script:
-        raise UsageError(
-            "storm with a script: a script reports no steps between which to inject faults; kill its tasks one by one"
-        )
+        raise UsageError("storm with a script, which reports no steps between which to inject: kill its tasks singly")
     results = inject_all(run, count, seed, kinds, timeout_s, limit_s)
     print_lines(f"{counted(len(results), 'fault')} injected; waiting for the run's end")
     ended = foreground.show_until_end(run)
@@ -258,9 +244,7 @@ def run_storm(
         why = f": {cause.task or 'the run'}: {cause.error}" if cause else ""
         print_lines(f"the run {ended.state} after {len(results)} of {counted(count, 'fault')}{why}")
     elif len(results) < count:
-        print_lines(
-            f"the run ended before {count} faults: train for longer (-- --max-steps), or request fewer (--faults)"
-        )
+        print_lines(f"the run ended before {count} faults: train longer (-- --max-steps), or ask for fewer (--faults)")
     well = ended.state == "succeeded" and len(results) == count and reference.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED
 

@@ -37,7 +37,11 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
             codes.append(error.exit_code if isinstance(error, ClusterError) else EXIT_FAILED)
 
     left = teardown.find_leftovers(runs_dir)
-    for run in [_find_run(runs_dir, name, left)] if name else [RunFolder(runs_dir / each) for each in left.found]:
+    runs = [RunFolder(runs_dir / each) for each in left.found]
+    if name:  # its folder may be gone, and only processes or containers left
+        run = RunFolder(runs_dir / spec.check_run_name(name))
+        runs = [run if name in left.found or name in left.unreachable else folders.find_run(name)]
+    for run in runs:
         with reported():
             if run.name in left.unreachable:
                 continue
@@ -61,10 +65,6 @@ def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runti
     """Ask a run in progress to save and stop, and remove its leftovers, even if its folder is damaged.
 
     `also` are runtimes that are known to have leftovers of the run, whatever its records say.
-
-    Raises:
-        Taken: another command holds the run's claim and has not ended in time.
-        PrerequisiteError: the run is in containers, and no engine answers.
     """
     try:
         if teardown.in_progress(run):
@@ -77,12 +77,6 @@ def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runti
         teardown.remove_run(run, sh, also=also)
         teardown.record_end(run)
         mirror.end_upload(run, timeout_s)
-
-
-def _find_run(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
-    """Return the run called `name`, even if its folder is gone and only processes or containers are left."""
-    run = RunFolder(runs_dir / spec.check_run_name(name))
-    return run if run.name in left.found or run.name in left.unreachable else folders.find_run(name)
 
 
 def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:

@@ -26,10 +26,7 @@ from cluster.system.terminal import error_text, print_lines
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
-"""Longest time without any heartbeat after a start, or while a supervisor is alive.
-
-It begins after pulling images and preparing data.
-"""
+"""Longest time without any heartbeat after a start, once the data and images are there, or with a live supervisor."""
 STOP_TIMEOUT_S = 75.0
 """Timeout of a graceful stop; the grace periods of the engine and of the agents are shorter."""
 

@@ -35,9 +35,6 @@ def resolve_config(
         packages: the folder of extra packages that the user's modules import.
         code_dirs: the folders of the user's modules in the resumed or repeated run, as a fallback.
         cores: number of cores of each task on another machine; 0 for those of this machine.
-
-    Raises:
-        UsageError: a preset, an option or a value is wrong.
     """
     command = [f"--data-dir={data_dir()}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
     value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages, code_dirs)
@@ -75,9 +72,8 @@ def check_config(
         "pipelines": cluster.pipelines,
         "memory_bytes": memory_bytes or None,
     }
-    options = (
-        f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}"
-    )
+    model, loss, optimizer = config["model"], config["loss"], config["optimizer"]["name"]
+    options = f"--model {model!r}, --loss {loss!r} or --optimizer.name {optimizer!r}"
     return _preflight("check", config, cluster, environment, options, numbers, start)
 
 

@@ -53,14 +53,11 @@ def check_folder(run: RunFolder, *, resumes: bool, replaces: bool) -> None:
     if not os.path.lexists(run.path) or (run.incomplete and not claim.is_held(run)):
         return
     if not resumes and not replaces:
-        raise claim.Taken(
-            f"run {name!r} exists; resume it with --resume {name}, or start it again with --name {name} --fresh"
-        )
+        again = f"or start it again with --name {name} --fresh"
+        raise claim.Taken(f"run {name!r} exists; resume it with --resume {name}, {again}")
     if replaces and run.path.is_symlink():
-        raise UsageError(
-            f"--name {name}: {short_path(run.path)} is a link to {str(run.path.readlink())!r}, and what it leads to is "
-            "not replaced; remove the link, or choose another --name"
-        )
+        link = f"{short_path(run.path)} is a link to {str(run.path.readlink())!r}"
+        raise UsageError(f"--name {name}: {link}, which is not replaced; remove it, or choose another --name")
     if in_progress(run):
         if resumes:
             raise UsageError(f"run {name!r} is still in progress; `{COMMAND} stop` it before it can be resumed")

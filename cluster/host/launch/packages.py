@@ -40,9 +40,8 @@ def locate_packages(requirements: Path, python: str) -> Path:
     try:
         text = requirements.read_bytes()
     except OSError as error:
-        raise UsageError(
-            f"--requirements {str(requirements)!r}: {error.strerror}; expected a file as `pip install -r` reads it"
-        ) from error
+        expected = "expected a file as `pip install -r` reads it"
+        raise UsageError(f"--requirements {str(requirements)!r}: {error.strerror}; {expected}") from error
     digest = hashlib.sha256()
     parts = [python.encode(), LOCK.read_bytes(), text, *_files_named_in(text.decode(errors="replace"), requirements)]
     for part in parts:
@@ -51,12 +50,7 @@ def locate_packages(requirements: Path, python: str) -> Path:
 
 
 def install_packages(requirements: Path, python: str) -> Path:
-    """Return the folder with the packages of a requirements file, after creating it if needed.
-
-    Raises:
-        UsageError: the file is unreadable, or names a package that does not exist or conflicts with the locked ones.
-        PrerequisiteError: no package index can be reached.
-    """
+    """Return the folder with the packages of a requirements file, after creating it if needed."""
     target = locate_packages(requirements, python)
     if target.exists():
         return target
@@ -109,10 +103,9 @@ def _line(package: dict[str, Any], requirements: Path) -> str:
         path = Path(unquote(urlsplit(origin["url"]).path))
         digest = sha256(path) if path.is_file() else None
     if not digest:
-        raise UsageError(
-            f"--requirements {str(requirements)!r}: {name} comes from {origin['url']}, which has no hash; name a "
-            "release or a wheel, or put its code next to the script"
-        )
+        problem = f"{name} comes from {origin['url']}, which has no hash"
+        fix = "name a release or a wheel, or put its code next to the script"
+        raise UsageError(f"--requirements {str(requirements)!r}: {problem}; {fix}")
     return f"{name} @ {origin['url']} --hash=sha256:{digest}"
 
 
@@ -132,9 +125,7 @@ def _run(command: list[str], requirements: Path) -> None:
         raise PrerequisiteError(f"--requirements needs pip, and {sys.executable} has none; `make setup` installs it")
     option = f"--requirements {str(requirements)!r}: "
     if any(word in printed for word in _NO_NETWORK):
-        raise PrerequisiteError(
-            f"{option}the package index cannot be reached; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
-        )
+        raise PrerequisiteError(f"{option}no package index answers; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
     raise UsageError(option + _gist(printed))
 
 

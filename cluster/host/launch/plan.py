@@ -69,7 +69,10 @@ class Plan(Workload):
         network = [self.network.warning] if self.network.warning else []
         port = self.options.count("metrics_port")
         metrics = [f"metrics {metrics_server.address(port)}"] if port else []
-        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *self._kernel_notes, *network, *metrics]
+        kernels = []
+        if self.config.get("onednn") == "avx512" and not self.runtime.is_remote and "avx512" not in self.fast_kernels:
+            kernels.append("warning: --onednn avx512, but this processor has no AVX-512, which changes weights' bits")
+        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *kernels, *network, *metrics]
 
     @property
     def fast_kernels(self) -> list[str]:
@@ -98,12 +101,6 @@ class Plan(Workload):
             return chosen, [f"oneDNN's kernels use {chosen}, as the bits of {listed} may vary with {fastest}"]
         cost = "--onednn on can be faster, 1.6 times in the mean of six models"
         return chosen, [f"oneDNN's kernels are off, as the bits of {listed} may vary with them; {cost}"]
-
-    @property
-    def _kernel_notes(self) -> list[str]:
-        if self.config.get("onednn") != "avx512" or self.runtime.is_remote or "avx512" in self.fast_kernels:
-            return []
-        return ["warning: --onednn avx512, but this processor has no AVX-512: the weights get other bits than with it"]
 
     @property
     def _elastic_notes(self) -> list[str]:
@@ -170,13 +167,8 @@ class Plan(Workload):
         bubble = (stages - 1) / (micro_batches + stages - 1)
         cut = self.try_configuration()
         del cut["record"], cut["unverified"]
-        return {
-            **self.config["pipeline"],
-            "pipelines": self.cluster.pipelines,
-            "micro_batches": micro_batches,
-            "bubble": bubble,
-            **cut,
-        }
+        counts = {"pipelines": self.cluster.pipelines, "micro_batches": micro_batches, "bubble": bubble}
+        return {**self.config["pipeline"], **counts, **cut}
 
     def try_configuration(self) -> dict[str, Any]:
         """Check that model, data and loss fit together; return the result of `configuration.check_config`."""
@@ -305,9 +297,8 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
     clip = f"clipped to norm {training['clip_norm']:g}" if training["clip_norm"] else "not clipped"
     decay = f", weight decay {training['weight_decay']:g}" if training.get("weight_decay") else ""
     ema = f", weights averaged by {training['ema']:g}" if training.get("ema") else ""
-    precision = training["precision"] + (
-        " (bf16 is faster on this processor)" if training.get("bf16_is_faster") else ""
-    )
+    precision = training["precision"]
+    precision += " (bf16 is faster on this processor)" if training.get("bf16_is_faster") else ""
     return f"precision {precision}, {training['optimizer']}, {rate} {warm}, gradients {clip}{decay}{ema}"
 
 
@@ -316,9 +307,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
     if plan.payload.script or plan.cluster.kind.staged:
         return None
     if not plan.data and ":" not in plan.config["dataset"]:  # a user's data is never called ready, see `describe_ready`
-        return {
-            "unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` does that, and so does `up`"
-        }
+        return {"unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` or `up` does that"}
     try:
         print_wait("counting what the model holds in memory")
         sizes = configuration.count_memory(plan.config, plan.cluster, plan.payload.trial_environment())
@@ -329,7 +318,15 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
 
 def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the memory of each replica and task in bytes, and whether all fit."""
-    per_replica = _replica(plan, sizes)
+    micro_batches = plan.config.get("micro_batches", 1)
+    shards = plan.config.get("bitwise_elastic") or plan.cluster.batch_divisor
+    examples = max(1, plan.config["global_batch"] // shards // micro_batches)
+    per_replica = {
+        "weights": sizes["weights_bytes"],
+        "gradients": sizes["gradients_bytes"] * (2 if micro_batches > 1 else 1),  # also their sum
+        "optimizer": 0 if plan.cluster.kind.served else sizes["optimizer_bytes"],
+        "activations": examples * (sizes["activation_bytes"] or 0),
+    }
     snapshots, needs = bool(plan.config.get("memory_snapshots")), sum(per_replica.values())
     of_task = {task.name: _task(plan.cluster, task, sizes, needs, snapshots=snapshots) for task in plan.cluster.tasks}
     limit = plan.memory.task_bytes
@@ -345,19 +342,6 @@ def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
         "task_bytes": of_task,
         "rooms": rooms,
         "fits": all(room["needs"] <= room["has"] for room in rooms) if rooms else None,
-    }
-
-
-def _replica(plan: Plan, sizes: dict[str, Any]) -> dict[str, int]:
-    micro_batches = plan.config.get("micro_batches", 1)
-    shards = plan.config.get("bitwise_elastic") or plan.cluster.batch_divisor
-    examples = max(1, plan.config["global_batch"] // shards // micro_batches)
-    served = plan.cluster.kind.served
-    return {
-        "weights": sizes["weights_bytes"],
-        "gradients": sizes["gradients_bytes"] * (2 if micro_batches > 1 else 1),  # also their sum
-        "optimizer": 0 if served else sizes["optimizer_bytes"],
-        "activations": examples * (sizes["activation_bytes"] or 0),
     }
 
 

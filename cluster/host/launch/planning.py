@@ -25,7 +25,7 @@ from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, c
 from cluster.host.runtime import mirror, registry, warm
 from cluster.host.runtime.base import Runtime
 from cluster.host.runtime.payload import Payload, parse_secrets
-from cluster.host.runtime.resources import Job, Network, parse_memory
+from cluster.host.runtime.resources import Job, parse_memory
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.messages import counted
 
@@ -37,10 +37,6 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     """Check a request and return the plan of its run. Changes nothing except the cache of packages.
 
     With `stops_first` the run to resume may be in progress, because it is stopped before the plan is started.
-
-    Raises:
-        UsageError: the request is invalid.
-        PrerequisiteError: this machine lacks a prerequisite.
     """
     settings.check_settings()
     previous: RunFolder | None = None
@@ -76,6 +72,9 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     memory = runtime.memory(request.memory, len(cluster.tasks))
     if ports := runtime.ports(len(cluster.tasks)):
         cluster = cluster.listening(ports)
+    way_out = "where a script can fetch its data" if request.script else ""
+    if cluster.kind.hardware:
+        way_out = f"where they reach their {cluster.kind.hardware.upper()}"
     planned = Plan(
         run=run,
         cluster=cluster,
@@ -83,7 +82,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         payload=payload,
         gpus=gpus,
         memory=memory,
-        network=_network(typed, request, runtime, cluster),
+        network=runtime.network(typed.network, request.network, way_out=way_out, serves=bool(cluster.members)),
         job=job,
         elastic=elastic,
         request=typed,
@@ -116,13 +115,6 @@ def _warm_s(typed: Request) -> float:
     return seconds
 
 
-def _network(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpec) -> Network:
-    way_out = "where a script can fetch its data" if request.script else ""
-    if cluster.kind.hardware:
-        way_out = f"where they reach their {cluster.kind.hardware.upper()}"
-    return runtime.network(typed.network, request.network, way_out=way_out, serves=bool(cluster.members))
-
-
 def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpec) -> Job:
     """Return the request to the scheduler; empty for a runtime without one."""
     check_needs(typed, {Needs.QUEUE: runtime.is_remote})
@@ -149,20 +141,17 @@ def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: in
     if cluster.kind.hardware:
         raise UsageError(f"{option} with --strategy {cluster.strategy}, which is for other hardware; leave one out")
     if per_task and request.devices not in (None, per_task):
-        raise UsageError(
-            f"--devices {request.devices} with {option}: a task has a replica on each of its {per_task} GPUs; leave "
-            "--devices out"
-        )
+        raise UsageError(f"--devices {request.devices} with {option}: each GPU is one, {per_task} a task; leave it out")
 
 
 def check_devices(request: Request, cluster: ClusterSpec, gpus: int) -> None:
     """Check that several devices in each of several tasks are GPUs: TensorFlow would silently use only one CPU."""
     if cluster.strategy == "multiworker" and cluster.devices > 1 and not gpus and not request.script:
-        tasks = cluster.devices * (1 + len(cluster.of(Role.WORKER)))
-        raise UsageError(
-            f"--devices {cluster.devices} with --workers {len(cluster.of(Role.WORKER))}: on CPUs each task of "
-            f"MultiWorkerMirroredStrategy has one replica; for {tasks} replicas use --workers {tasks - 1}, or --gpus"
-        )
+        workers = len(cluster.of(Role.WORKER))
+        tasks = cluster.devices * (1 + workers)
+        have = "on CPUs each task of MultiWorkerMirroredStrategy has one replica"
+        given = f"--devices {cluster.devices} with --workers {workers}"
+        raise UsageError(f"{given}: {have}; for {tasks} replicas use --workers {tasks - 1}, or --gpus")
 
 
 def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster: ClusterSpec) -> Placement:
@@ -171,17 +160,13 @@ def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster:
         return Placement()
     check_gpus(requested.text, typed, cluster)  # before nvidia-smi is asked
     machine = nvidia.read_machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
-    placed = nvidia.place_gpus(requested, machine, cluster, _list_busy_gpus(run))
-    check_gpus(requested.text, typed, cluster, len(placed.of("chief")))
-    return replace(placed, requested=typed.gpus or recorded["gpus"])
-
-
-def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
     busy: dict[str, str] = {}
     for other in (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path):
         ids = [gpu for of_task in other.composed.get(GPUS, {}).values() for gpu in of_task]
         busy |= dict.fromkeys(ids, other.name) if ids and in_progress(other) else {}
-    return busy
+    placed = nvidia.place_gpus(requested, machine, cluster, busy)
+    check_gpus(requested.text, typed, cluster, len(placed.of("chief")))
+    return replace(placed, requested=typed.gpus or recorded["gpus"])
 
 
 def check_batch_and_precision(
@@ -223,9 +208,8 @@ def _resolve(
     data = ""
     if request.script:
         script = check_script(request.script, runs_dir())
-        payload = replace(
-            payload, script=script, arguments=tuple(request.arguments), separate_chief=request.separate_chief
-        )
+        arguments, separate_chief = tuple(request.arguments), request.separate_chief
+        payload = replace(payload, script=script, arguments=arguments, separate_chief=separate_chief)
     else:
         here = packages.install_packages(requirements, registry.LOCAL.python) if requirements else None
         config, code_dirs, data = configuration.resolve_config(request, base, here, started.code_dirs, cores)
@@ -263,19 +247,15 @@ def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy
         raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
     if request.workers == 0:
         if request.devices not in (None, stages):
-            raise UsageError(
-                f"--stages {stages} with --workers 0 and --devices {request.devices}: use --devices {stages}"
-            )
+            raise UsageError(f"--stages {stages} with --workers 0: use --devices {stages}, not {request.devices}")
         return replace(request, devices=stages), 1
     workers = stages - 1 if request.workers is None else request.workers
     tasks = 1 + spec.parse_count("workers", workers, 0, spec.MAX_TASKS)
     if tasks % stages:
         below = max(stages, tasks // stages * stages)
-        raise UsageError(
-            f"--stages {stages} with --workers {workers}: the chief and the workers are {tasks} tasks, which pipelines "
-            f"of {stages} cannot share; use --workers {below - 1} or {below + stages - 1}, or --workers 0 for the "
-            "devices of one task"
-        )
+        problem = f"the chief and the workers are {tasks} tasks, which pipelines of {stages} cannot share"
+        use = f"use --workers {below - 1} or {below + stages - 1}, or --workers 0 for the devices of one task"
+        raise UsageError(f"--stages {stages} with --workers {workers}: {problem}; {use}")
     return replace(request, workers=workers), tasks // stages
 
 
@@ -286,10 +266,9 @@ def check_hardware(strategy: str) -> None:
         return
     patterns, name = DEVICE_FILES[requested.hardware], requested.hardware.upper()
     if not os.environ.get(f"{name}_NAME") and not any(any(Path("/").glob(pattern.lstrip("/"))) for pattern in patterns):
-        raise PrerequisiteError(
-            f"--strategy {strategy}: this machine has no {name} (no {' or '.join(patterns)}); run this where there is "
-            f"one, or set {name}_NAME to one that this machine can reach"
-        )
+        problem = f"this machine has no {name} (no {' or '.join(patterns)})"
+        fix = f"run this where there is one, or set {name}_NAME to one that this machine can reach"
+        raise PrerequisiteError(f"--strategy {strategy}: {problem}; {fix}")
 
 
 def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> dict[str, Any]:
@@ -300,16 +279,12 @@ def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> di
     least, workers = request.min_workers, len(cluster.of(Role.WORKER))
     if not cluster.kind.collective or cluster.kind.staged:
         if typed.min_workers is not None:
-            raise UsageError(
-                f"--min-workers {least} with {cluster.strategy_class}: no task of it can be left out, or a lost one is "
-                "already done without; leave it out"
-            )
+            why = "no task of it can be left out, or a lost one is already done without"
+            raise UsageError(f"--min-workers {least} with {cluster.strategy_class}: {why}; leave it out")
         least = None
     elif typed.min_workers is not None and typed.min_workers > workers:
-        raise UsageError(
-            f"--min-workers {least} with --workers {workers}: expected at most as many; use --min-workers {workers} or "
-            f"fewer, or --workers {least} or more"
-        )
+        use = f"use --min-workers {workers} or fewer, or --workers {least} or more"
+        raise UsageError(f"--min-workers {least} with --workers {workers}: expected at most as many; {use}")
     if least is None:
         if typed.grow:
             raise UsageError("--grow without --min-workers: say how many workers are enough, such as --min-workers 1")
@@ -327,8 +302,8 @@ def check_elastic_batch(elastic: Mapping[str, Any], cluster: ClusterSpec, config
     for number in reversed(numbers):
         replicas = (1 + number) * cluster.devices
         if batch % ((1 + number) * parts):
-            raise UsageError(
-                f"--min-workers {elastic['min_workers']}: global batch {batch} is not divisible by the {replicas} "
-                f"replicas of a run on {counted(number, 'worker')}, times micro-batches; use -- --global-batch "
-                f"{-(-batch // every) * every}, or --bitwise-elastic {cluster.replicas} with a batch that it divides"
-            )
+            option = f"--min-workers {elastic['min_workers']}"
+            there = f"the {replicas} replicas of a run on {counted(number, 'worker')}, times micro-batches"
+            use = f"use -- --global-batch {-(-batch // every) * every}"
+            other = f"--bitwise-elastic {cluster.replicas} with a batch that it divides"
+            raise UsageError(f"{option}: global batch {batch} is not divisible by {there}; {use}, or {other}")

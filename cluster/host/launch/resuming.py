@@ -35,10 +35,7 @@ TOLERANCE = 1e-3
 def resume(request: Request) -> tuple[RunFolder, Started, Request]:
     """Return the run that a request resumes or repeats, how it was started, and the request with inherited options.
 
-    Options that the request sets are kept.
-
-    Raises:
-        UsageError: there is no such run, this user did not start it, or the options conflict.
+    Options that the request sets are kept. The run must be this user's, unless the request trusts it.
     """
     check_together(request, scripted=None)
     run = find_run(request.resume or request.again)
@@ -103,23 +100,12 @@ def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
         strategy = strategies.AUTO if chosen else previous.strategy
         if previous.kind.staged and workers and previous_workers == workers:
             stages = previous.stages
-    return replace(
-        request,
-        workers=workers,
-        ps=ps,
-        evaluator=evaluator,
-        strategy=strategy,
-        devices=devices,
-        stages=stages,
-    )
+    request = replace(request, workers=workers, ps=ps, evaluator=evaluator)
+    return replace(request, strategy=strategy, devices=devices, stages=stages)
 
 
 def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: ClusterSpec) -> list[str]:
-    """Check that a run can be resumed with a preset, a configuration and a cluster; return notes for the user.
-
-    Raises:
-        UsageError: it would skip or repeat data, could not restore its checkpoint, or has trained more than requested.
-    """
+    """Check that a run can be resumed with a preset, a configuration and a cluster; return notes for the user."""
     before = run.load_config()
     if preset and preset != before.get("preset", preset):
         raise UsageError(f"--preset {preset}: run {run.name!r} has {before['preset']}; {_way_out(run)}")
@@ -133,10 +119,8 @@ def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluste
             differs = previous != requested and None not in (previous, requested)
         if differs:
             option = f"--{name.replace('_', '-')} {requested or repr(requested)}"  # some may be empty
-            raise UsageError(
-                f"{option}: run {run.name!r} has trained {done} steps with {previous or repr(previous)}, and {why}; "
-                f"{_way_out(run)}"
-            )
+            trained = f"run {run.name!r} has trained {done} steps with {previous or repr(previous)}"
+            raise UsageError(f"{option}: {trained}, and {why}; {_way_out(run)}")
     _check_keras(run, before, config, cluster)
     return _check_length(run, before, config, done) + _about_shards(run, config, cluster)
 
@@ -145,9 +129,8 @@ def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: ClusterSpe
     """Return a note if the number of shards of a user function's datasets has changed."""
     if config.get("source") != "function":
         return []
-    previous, requested = (
-        config.get("bitwise_elastic") or trained.replicas for trained in (run.load_cluster(), cluster)
-    )
+    shards = config.get("bitwise_elastic")
+    previous, requested = shards or run.load_cluster().replicas, shards or cluster.replicas
     if previous == requested:
         return []
     return [
@@ -157,16 +140,13 @@ def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: ClusterSpe
 
 
 def _check_keras(run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], cluster: ClusterSpec) -> None:
-    previous, requested = (
-        of.get("loop") == "fit" and trained.kind.legacy_fit
-        for of, trained in ((before, run.load_cluster()), (config, cluster))
-    )
+    previous = before.get("loop") == "fit" and run.load_cluster().kind.legacy_fit
+    requested = config.get("loop") == "fit" and cluster.kind.legacy_fit
     if previous != requested:
         names = {True: "tf_keras", False: "Keras 3"}
-        raise UsageError(
-            f"--loop {config.get('loop')} on {len(cluster.members) or 1} tasks trains with {names[requested]}: run "
-            f"{run.name!r} has trained with {names[previous]}, whose checkpoints it cannot read; {_way_out(run)}"
-        )
+        option = f"--loop {config.get('loop')} on {len(cluster.members) or 1} tasks trains with {names[requested]}"
+        had = f"run {run.name!r} has trained with {names[previous]}, whose checkpoints it cannot read"
+        raise UsageError(f"{option}: {had}; {_way_out(run)}")
 
 
 def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], done: int) -> list[str]:

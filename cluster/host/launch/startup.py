@@ -51,11 +51,7 @@ def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
 
 
 def start(plan: Plan, sh: Shell, *, began: float) -> None:
-    """Start every task of a plan, after preparing its data, image and run folder. `began` is the time of `up`.
-
-    Raises:
-        UsageError: another command has taken the run. Nothing was started.
-    """
+    """Start every task of a plan, after preparing its data, image and run folder; raise Taken if the run is taken."""
     check_machine(plan)
     if plan.mirror:
         mirroring.check_mirror(plan.mirror, plan.run.name, plan.mirror_id)
@@ -148,10 +144,9 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         raise PrerequisiteError(f"runs folder {runs_dir()}: {error.strerror}; set RUNS_DIR to one you own") from error
     free = shutil.disk_usage(runs_dir()).free
     if free < MIN_FREE_BYTES:
-        raise PrerequisiteError(
-            f"{free / 2**20:.0f} MiB are free for {short_path(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
-            "free space, or set RUNS_DIR to another disk"
-        )
+        free_text = f"{free / 2**20:.0f} MiB are free for {short_path(runs_dir())}"
+        needed = f"a run needs {MIN_FREE_BYTES / 2**20:.0f}"
+        raise PrerequisiteError(f"{free_text}, {needed}; free space, or set RUNS_DIR to another disk")
 
 
 def data_command(verb: str, name: str, *words: str, variables: Mapping[str, str] | None = None) -> str:
@@ -215,12 +210,7 @@ def _prepare_data(plan: Plan, sh: Shell) -> str:
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
-    """Start TensorBoard for all runs, unless it runs, in the way of the requested runtime; return its port.
-
-    Raises:
-        PrerequisiteError: another program listens on the port, or no engine answers.
-        TimedOut: TensorBoard does not answer.
-    """
+    """Start TensorBoard for all runs, unless it runs, in the way of the requested runtime; return its port."""
     runtime, _ = registry.choose_runtime(requested)
     if runtime.board == tensorboard.CONTAINER and tensorboard.running_port(runs_dir()) is None:
         images.build_images(sh)
@@ -232,7 +222,14 @@ def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None, versi
     if plan.replaces or plan.run.incomplete:
         plan.run.delete()
     if not plan.resumes:
-        _make_folder(plan)
+        try:
+            plan.run.path.mkdir()
+            plan.run.unfinished.touch()
+        except FileExistsError as error:  # a process without the claim has created it
+            raise claim.Taken(f"run {plan.run.name!r} exists; choose another --name") from error
+        except OSError as error:
+            fix = "give write access, or set RUNS_DIR to one you own"
+            raise PrerequisiteError(f"run folder {plan.run.path}: {error.strerror}; {fix}") from error
     try:
         _write_records(plan, began, stages)
         if version and not plan.resumes:  # the name may stand for other data when the tasks begin
@@ -285,19 +282,6 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     )
     json_files.write_json(plan.run.control / "started.json", started.to_json())
     _start_generation(plan)
-
-
-def _make_folder(plan: Plan) -> None:
-    """Create the run's folder; raise Taken if a process without the claim has created it."""
-    try:
-        plan.run.path.mkdir()
-        plan.run.unfinished.touch()
-    except FileExistsError as error:
-        raise claim.Taken(f"run {plan.run.name!r} exists; choose another --name") from error
-    except OSError as error:
-        raise PrerequisiteError(
-            f"run folder {plan.run.path}: {error.strerror}; give write access, or set RUNS_DIR to one you own"
-        ) from error
 
 
 def _start_generation(plan: Plan) -> StopRequest | None:

@@ -30,10 +30,6 @@ def remove_run(run: RunFolder, sh: Shell, *, grace_s: int = 10, also: Iterable[R
 
     Only for the holder of the run's claim: otherwise another command may have resumed the run. Containers get `grace_s`
     to end by themselves. `also` are runtimes that are known to have leftovers of the run, whatever its records say.
-
-    Raises:
-        PrerequisiteError: the engine or scheduler of its tasks does not answer.
-        TimedOut: a process does not end.
     """
     _record_outcome(run, "stopped")  # first, so that the run does not seem to continue if this is interrupted
     for runtime in dict.fromkeys([*also, registry.find_runtime(run)]):

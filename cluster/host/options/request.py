@@ -85,10 +85,6 @@ class Option:
         """The types of its values, in words."""
         return " or ".join(TYPES[kind] for kind in self.types)
 
-    @property
-    def full_help(self) -> str:
-        return f"{self.help} (default: {self.default})"
-
     def parse(self, word: Any) -> Any:
         """Return the value of a word; for a number, raise UsageError if it is invalid or out of bounds."""
         return parse_count(self.key, word, *self.bounds) if self.types == (int,) else word
@@ -235,12 +231,8 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
         return f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-GROUPS = {
-    Group.TRAINS: TrainingOptions,
-    Group.RUNS: PlacementOptions,
-    Group.KEPT: RecoveryOptions,
-    Group.WATCHED: MonitoringOptions,
-}
+GROUPS = (TrainingOptions, PlacementOptions, RecoveryOptions, MonitoringOptions)
+"""The options of each group, in the order of `Group`."""
 _VALUES = {
     "command": COMMAND,
     "hang_timeout": f"{HANG_TIMEOUT_S:g}",
@@ -262,7 +254,9 @@ def _option(field: dataclasses.Field[Any], group: Group) -> Option:
 
 
 OPTIONS: dict[str, Option] = {
-    field.name: _option(field, group) for group, options in GROUPS.items() for field in dataclasses.fields(options)
+    field.name: _option(field, group)
+    for group, options in zip(Group, GROUPS, strict=False)  # `Group.COMMAND` has none
+    for field in dataclasses.fields(options)
 }
 
 

@@ -29,10 +29,7 @@ def columns(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), wi
     wraps = last not in right and sizes[-1] > room
     lines = []
     for row in cells:
-        padded = [
-            cell.rjust(size) if at in right else cell.ljust(size)
-            for at, (cell, size) in enumerate(zip(row, sizes, strict=True))
-        ]
+        padded = [row[at].rjust(size) if at in right else row[at].ljust(size) for at, size in enumerate(sizes)]
         if not wraps:
             lines.append("  ".join(padded).rstrip())
         elif room < MIN_ROOM:

@@ -79,9 +79,8 @@ def chief_loss(value: dict[str, Any]) -> float | None:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    read = (
-        records.read_record(run.ledger(number), TimeLedger.from_json, None) for number in range(run.generation, -1, -1)
-    )
+    paths = (run.ledger(number) for number in range(run.generation, -1, -1))
+    read = (records.read_record(path, TimeLedger.from_json, None) for path in paths)
     ledgers = (ledger for ledger in read if ledger)
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # just deleted in favour of a newer one
@@ -227,7 +226,12 @@ def ended_lines(run: RunFolder) -> list[str]:
         score_text = f", {found[0]} {found[1]:.4f} on the test set" if found else ""
         restarts = f", {counted(len(summary.restarts), 'restart')}" if summary.restarts else ""
         start = f" (start {summary.startup_s:.1f} s)" if summary.startup_s else ""
-        work = _script_end(run, summary) if run.script else counted(summary.steps, "step")
+        work = counted(summary.steps, "step")
+        if run.script:
+            cluster = run.load_cluster()
+            serves = any(cluster.serves(task) for task in cluster.tasks)
+            work = "the chief's script ended" if serves and summary.state != "stopped" else "every task's script ended"
+            work += "" if summary.state == "stopped" else " with 0"
         lines += [f"{summary.state}: {work} in {summary.wall_s:.1f} s{start}{score_text}{restarts}"]
     lines += [f"tasks        {change}" for change in summary.membership[-SHOWN_CHANGES:]]
     if summary.goodput_split:
@@ -260,14 +264,6 @@ def _next_commands(run: RunFolder, state: str) -> list[str]:
     if most := config.get("max_steps"):
         longer = f"--max-steps {2 * most}"
     return [f"{COMMAND} down (ends TensorBoard), or train on:", f"{resume} -- {longer}"]
-
-
-def _script_end(run: RunFolder, summary: Summary) -> str:
-    if summary.state == "stopped":
-        return "every task's script ended"
-    spec = run.load_cluster()
-    serves = any(spec.serves(task) for task in spec.tasks)
-    return "the chief's script ended with 0" if serves else "every task's script ended with 0"
 
 
 def _failure(run: RunFolder, summary: Summary) -> list[str]:

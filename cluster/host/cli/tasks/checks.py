@@ -93,10 +93,8 @@ def explain(
         explained = explaining.explain_cluster(cluster, "the cluster of these options", task)
     else:
         if not run and not any(folders.runs_dir().glob("*/cluster.json")):
-            raise UsageError(
-                "TF_CONFIG is not set, and there is no run; set it, name its --file, or give options of up: "
-                f"{COMMAND} explain --workers 2"
-            )
+            advice = f"set it, name its --file, or give options of up: {COMMAND} explain --workers 2"
+            raise UsageError(f"TF_CONFIG is not set, and there is no run; {advice}")
         folder = folders.find_run(run or "")
         explained = explaining.explain_cluster(folder.load_cluster(), f"run {folder.name}", task)
     show(explained.to_json(), lambda _: explained.lines(lint=lint), as_json=json)

@@ -49,20 +49,14 @@ def command_on(verb: str, run: RunFolder, *words: str, trust: bool = False) -> s
     """Return a command of `python -m train.saved_model` that reads a run's checkpoint or export, to be run in the root.
 
     The packages of the run are installed if they are not there. With `trust` the run may be somebody else's.
-
-    Raises:
-        UsageError: the run is not this user's, or not as it was left, or it is a script's.
-        OSError: there is a link in what it reads or writes.
     """
     if not trust:
         provenance.check_trusted(run)
     for part in (run.checkpoints, run.export, run.path / "metrics"):
         files.refuse_links(part)  # TensorFlow would follow them
     if run.script:
-        raise UsageError(
-            f"{verb} {run.name}: it is the run of a script, and only the script knows its model and data; do it there, "
-            "or name a run of the built-in trainer"
-        )
+        why = "it is the run of a script, and only the script knows its model and data"
+        raise UsageError(f"{verb} {run.name}: {why}; do it there, or name a run of the built-in trainer")
     path = [*run.started.code_dirs]
     if named := run.started.requirements:
         path.append(str(packages.install_packages(Path(named), registry.LOCAL.python)))
