@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import foreground
-from cluster.host.launch import manifest, planning, startup, teardown
+from cluster.host.launch import planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.options.run_file import flatten
 from cluster.host.runtime.base import Shell
@@ -21,7 +21,7 @@ from cluster.system.messages import counted, short_path
 
 COMPARED = ("code", "locks", "image", "config", "own_code", "cluster", "data", "environment")
 """The parts of a manifest in which two runs may differ."""
-CODE_HASHES = tuple(f"code.{part}_sha256" for part in manifest.CODE)
+CODE_HASHES = tuple(f"code.{part}_sha256" for part in startup.CODE)
 """If two runs agree in these, their commits differ only in documentation or tests."""
 
 

@@ -1,32 +1,39 @@
-"""Starts a plan: prepares the data, the images and the run folder, and then starts every task."""
+"""Starts a plan: prepares the data, the images and the run folder, and then starts every task.
+
+`manifest.json` has the inputs of a run: enough to repeat it elsewhere and to name the differences, but no host path,
+user name or secret. The chief adds its data and its environment (`train/telemetry/environment.py`).
+"""
 
 import contextlib
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.contract import kept_results, settings, user_code
+from cluster.contract import kept_results, settings, tf_config, user_code
 from cluster.contract.run import claim, owner, provenance, records
 from cluster.contract.run.launch_records import Started
 from cluster.contract.run.records import AfterStop, StopRequest
 from cluster.contract.schema import Record, dictionary
-from cluster.host.image import images
-from cluster.host.launch import manifest, metrics_server, mirroring, packages, planning, teardown, user_files
+from cluster.host.image import checkout, images, locks
+from cluster.host.launch import metrics_server, mirroring, packages, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
-from cluster.host.runtime.payload import data_words, python_path, recorded_variables
+from cluster.host.runtime.payload import Payload, data_words, python_path, recorded_variables
 from cluster.host.view import interrupts
-from cluster.system import files, json_files
+from cluster.system import files
 from cluster.system.errors import PrerequisiteError
+from cluster.system.files import files_sha256, sha256
+from cluster.system.json_files import write_json
 from cluster.system.messages import counted, short_path
+from cluster.system.paths import ROOT
 from cluster.system.terminal import print_lines
 
 SLOW_CALL_S = 5.0
@@ -233,7 +240,7 @@ def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None, versi
     try:
         _write_records(plan, began, stages)
         if version and not plan.resumes:  # the name may stand for other data when the tasks begin
-            json_files.write_json(plan.run.data_version, {"version": version, "num_shards": 0})
+            write_json(plan.run.data_version, {"version": version, "num_shards": 0})
     except BaseException:
         if not plan.resumes:  # nothing was started: free the name again
             with contextlib.suppress(OSError):
@@ -255,9 +262,9 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # mounted by the tasks, though nothing was prepared
     user_files.copy_weights(plan.init, plan.run.init)
-    json_files.write_json(plan.run.config, plan.config)
+    write_json(plan.run.config, plan.config)
     if stages:
-        json_files.write_json(plan.run.stages, stages)
+        write_json(plan.run.stages, stages)
     earlier = plan.previous.started if plan.previous else Started()
     started = Started(
         time=began,
@@ -280,7 +287,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         mirror_id=plan.mirror_id,
         **plan.elastic,
     )
-    json_files.write_json(plan.run.control / "started.json", started.to_json())
+    write_json(plan.run.control / "started.json", started.to_json())
     _start_generation(plan)
 
 
@@ -290,9 +297,9 @@ def _start_generation(plan: Plan) -> StopRequest | None:
     The order matters: a command that watches the run waits while there is a request to stop for another size, and then
     for a generation that has just begun.
     """
-    json_files.write_json(plan.run.cluster, plan.cluster.to_json())
-    json_files.write_json(plan.run.compose, plan.compose)
-    manifest.write_manifest(plan)
+    write_json(plan.run.cluster, plan.cluster.to_json())
+    write_json(plan.run.compose, plan.compose)
+    _write_manifest(plan)
     provenance.write_note(plan.run)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
@@ -300,3 +307,58 @@ def _start_generation(plan: Plan) -> StopRequest | None:
     for record in (*(plan.run.path / "status").glob("*.json"), *plan.run.away("").glob("*")):
         files.remove(record)
     return plan.run.reopen()
+
+
+SCHEMA = 1
+CODE = ("cluster", "train")
+"""The folders of this checkout that contain the code of a run."""
+
+
+def _write_manifest(plan: Plan) -> None:
+    script = plan.payload.script
+    value = {
+        "schema": SCHEMA,
+        "run": plan.run.name,
+        "code": _code(),
+        "locks": {f"{target}.lock": sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
+        "runtime": plan.runtime.name,
+        "network": plan.network.name,
+        "image": plan.runtime.image(plan),
+        "config": plan.config | ({"script": script.name, "script_sha256": sha256(script)} if script else {}),
+        "init": user_files.hash_weights(plan.run.init),
+        "own_code": _own_code(plan.payload),
+        "elastic": dict(plan.elastic),
+        "cluster": plan.cluster.to_json(),
+        "tf_config": {task.name: tf_config.render(plan.cluster, task) for task in plan.cluster.tasks},
+    }
+    write_json(plan.run.manifest, value)
+
+
+def _code() -> dict[str, Any]:
+    """Return a hash of each code folder and, in a git checkout, the commit and a hash of its changes."""
+    hashes = {f"{part}_sha256": _tree(ROOT / part) for part in CODE}
+    commit = checkout.commit() or None
+    return {"commit": commit, **({"changes_sha256": checkout.changes_sha256(*CODE)} if commit else {}), **hashes}
+
+
+def _own_code(payload: Payload) -> dict[str, str]:
+    """Return a hash of each folder of the user's modules, by its position and name, and of their requirements."""
+    hashes = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
+    if payload.requirements:
+        hashes[payload.requirements.name] = sha256(payload.requirements)
+    return hashes
+
+
+def _tree(folder: Path) -> str:
+    return files_sha256(folder, _modules(folder))
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    """Yield the names of the Python files of a folder, which may be a whole project or a home folder.
+
+    Hidden files, virtual environments and dangling links, with which an editor may lock a file, are left out.
+    """
+    for at, inside, others in os.walk(folder):
+        inside[:] = [name for name in inside if not name.startswith(".") and not Path(at, name, "pyvenv.cfg").exists()]
+        paths = (Path(at, name) for name in others if name.endswith(".py"))
+        yield from (str(path.relative_to(folder)) for path in paths if path.is_file())
