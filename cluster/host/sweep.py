@@ -76,19 +76,13 @@ class Sweep(Record):
     """The rung at which each run was stopped for not being among the best."""
 
     def metrics_port(self, trial: Trial) -> int:
-        """Return the port of a trial's metrics: the requested port plus the trial's number; 0 for none.
-
-        The port of an ended trial is not reused, because its last metrics may still be served.
-        """
+        """Return the port of a trial's metrics, 0 for none; not that of an ended trial, which may still be served."""
         given = [int(word.partition("=")[2]) for word in self.options if word.startswith("--metrics-port=")]
         return given[0] + self.trials.index(trial) if any(given) else 0
 
 
 def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
-    """Return the sweep of a request over the product of the values, after trying every value.
-
-    Raises UsageError if an axis or a value is invalid, or the sweep exists; PrerequisiteError if a port is in use.
-    """
+    """Return the sweep of a request over the product of the values, after trying every value."""
     axes = [_axis(each) for each in over]
     if not axes:
         raise UsageError(f"a sweep needs values: {COMMAND} sweep --over optimizer.learning-rate=1e-3,1e-2")

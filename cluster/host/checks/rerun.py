@@ -43,10 +43,7 @@ class RunComparison:
 def repeat_run(
     run: RunFolder, runtime: str, sh: Shell, *, trust: bool = False, shown: bool = True
 ) -> tuple[RunFolder, RunComparison | None]:
-    """Repeat a run, by default on its own runtime; return the new run and, if it succeeded, the comparison.
-
-    `trust` accepts a run that this user did not start. `shown` shows the new run while it trains.
-    """
+    """Repeat a run, by default on its own runtime; return the new run and, if it succeeded, the comparison."""
     _check(run)
     runtime = runtime or str(run.load_manifest().get("runtime", "auto"))
     request = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)

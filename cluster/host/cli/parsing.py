@@ -275,10 +275,7 @@ COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
 
 
 def find_candidates(collection: Collection, contexts: dict[str, ParserContext], typed: str) -> list[str]:
-    """Return the possible values at the end of a command line; empty if invoke completes names, or on any error.
-
-    `contexts` has the arguments of each task, by name; `typed` begins with the program's name.
-    """
+    """Return the possible values at the end of a command line; empty if invoke completes names, or on any error."""
     try:
         words = shlex.split(typed)[1:]
         if not words or words[0] not in collection.task_names:

@@ -13,17 +13,13 @@ from cluster.host.control import foreground
 from cluster.host.launch import folders, teardown
 from cluster.host.runtime import mirror, tensorboard, warm
 from cluster.host.runtime.base import Runtime, Shell
-from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, TimedOut, UsageError, nearest
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, PrerequisiteError, TimedOut, UsageError, nearest
 from cluster.system.messages import COMMAND, plain, short_path
 from cluster.system.terminal import error_text, print_lines
 
 
 def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
-    """End a run, or without a name every run and TensorBoard; return the exit code, that of the first failure.
-
-    Each run gets `timeout_s` to save and stop before it is ended. A run that cannot be ended does not keep the others
-    from being ended.
-    """
+    """End a run, or without a name all runs and TensorBoard; return the exit code, that of the first failure."""
     codes = []
 
     @contextlib.contextmanager
@@ -36,20 +32,21 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
             print(error_text(message), file=sys.stderr, flush=True)
             codes.append(error.exit_code if isinstance(error, ClusterError) else EXIT_FAILED)
 
-    left = teardown.find_leftovers(runs_dir)
-    runs = [RunFolder(runs_dir / each) for each in left.found]
+    left, unreachable = teardown.find_leftovers(runs_dir)
+    runs = [RunFolder(runs_dir / each) for each in left]
     if name:  # its folder may be gone, and only processes or containers left
         run = RunFolder(runs_dir / spec.check_run_name(name))
-        runs = [run if name in left.found or name in left.unreachable else folders.find_run(name)]
+        runs = [run if name in left or name in unreachable else folders.find_run(name)]
     for run in runs:
         with reported():
-            if run.name in left.unreachable:
+            if run.name in unreachable:
                 continue
-            end_run(run, timeout_s, sh, also=left.found.get(run.name, ()))
+            end_run(run, timeout_s, sh, also=left.get(run.name, ()))
             where = short_path(run.path) if run.path.exists() else "gone"
             print_lines(f"{run.name} is down; its folder is {where}")
     with reported():
-        left.check(name)
+        if names := [each for each in unreachable if name in (None, "", each)]:
+            raise PrerequisiteError(f"{', '.join(names)}: in {unreachable[names[0]]}, then `{COMMAND} down` again")
     if not name:
         with reported():
             mirror.end_uploads(runs_dir, timeout_s)
@@ -62,10 +59,7 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
 
 
 def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
-    """Ask a run in progress to save and stop, and remove its leftovers, even if its folder is damaged.
-
-    `also` are runtimes that are known to have leftovers of the run, whatever its records say.
-    """
+    """Ask a run to save and stop, and remove its leftovers, those on the runtimes `also`, too; it may be damaged."""
     try:
         if teardown.in_progress(run):
             foreground.stop(run, f"{COMMAND} down", timeout_s)

@@ -209,10 +209,7 @@ def exit_code(ended: Summary) -> int:
 
 
 def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
-    """End a run that has no live task: its engine stopped, or everything was killed.
-
-    The silence is measured by this watcher's observations, since the timestamps of other machines may be wrong.
-    """
+    """End a run that has no live task, by this watcher's clock: its engine stopped, or everything was killed."""
     if monitor.silence_s <= LOST_AFTER_S:
         return
     # While the supervisor imports for all tasks, it may be too busy to write their heartbeats for a long time.

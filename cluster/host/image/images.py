@@ -154,10 +154,7 @@ def inputs_sha256(base: Base) -> str:
 
 
 def are_current(accelerator: str) -> bool:
-    """Return whether both images are on this engine, and building them on the same base would change nothing.
-
-    No registry is queried for a newer base; $BASE_IMAGE must name the same one if it is set.
-    """
+    """Return whether both images are here and as built on the same base, which must be $BASE_IMAGE if that is set."""
     names = [image_name(image, accelerator) for image in IMAGES]
     code, text = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
     labels = [json.loads(line) or {} for line in text.splitlines()] if code == 0 else [{}]

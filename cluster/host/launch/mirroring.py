@@ -185,10 +185,7 @@ def check_mirror(url: str, name: str, run_id: str) -> None:
 
 
 def fetch_run(request: Request) -> None:
-    """Fetch the run to resume if this machine does not have it, or has only an older checkpoint than the mirror.
-
-    The fetched records are trusted like those of a run that this user started, because the command names the mirror.
-    """
+    """Fetch the run to resume, and trust it, if it is not here or only with an older checkpoint than in the mirror."""
     url = request.mirror
     if not request.resume or url in ("", mirror.NONE):
         return

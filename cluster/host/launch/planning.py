@@ -134,10 +134,7 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
 
 
 def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: int = 0) -> None:
-    """Check that the strategy can use the GPUs of an option, and that each task has as many devices as GPUs.
-
-    `per_task` is the number of GPUs of each task, 0 if not known yet.
-    """
+    """Check that the strategy can use an option's GPUs, and that each task has as many devices as GPUs, if known."""
     if cluster.kind.hardware:
         raise UsageError(f"{option} with --strategy {cluster.strategy}, which is for other hardware; leave one out")
     if per_task and request.devices not in (None, per_task):
@@ -196,10 +193,7 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
 def _resolve(
     request: Request, base: Path | None, started: Started, runtime: Runtime, cores: int
 ) -> tuple[dict[str, Any], Payload, str]:
-    """Return the run's `config.json`, the payload of its tasks, and a description of the prepared data.
-
-    `cores` is the number of cores of each task on another machine, 0 for those of this machine.
-    """
+    """Return the run's `config.json`, the payload of its tasks, and a description of the prepared data."""
     check_path("requirements", request.requirements)
     requirements = settings.expanded("requirements", request.requirements).absolute() if request.requirements else None
     env = tuple(request.env)
@@ -238,10 +232,7 @@ def build_cluster(request: Request) -> ClusterSpec:
 
 
 def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy | None) -> tuple[Request, int]:
-    """Return the request with workers and devices for its stages, and the number of pipelines.
-
-    Each stage is a device of the only task or, with several tasks, one task of each pipeline.
-    """
+    """Return the request with a task or, in the only task, a device for each stage; and the number of pipelines."""
     spec.parse_count("stages", stages, 1, spec.MAX_TASKS)
     if strategy is None or not strategy.staged:
         raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
@@ -272,10 +263,7 @@ def check_hardware(strategy: str) -> None:
 
 
 def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> dict[str, Any]:
-    """Return the part of `started.json` about lost workers; empty for a run that needs every task.
-
-    `typed` is the request as typed, without inherited options. Raises UsageError if the cluster cannot lose a worker.
-    """
+    """Return the part of `started.json` about lost workers, empty for none; `typed` is without inherited options."""
     least, workers = request.min_workers, len(cluster.of(Role.WORKER))
     if not cluster.kind.collective or cluster.kind.staged:
         if typed.min_workers is not None:

@@ -41,10 +41,7 @@ SLOW_CALL_S = 5.0
 
 
 def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
-    """Start every task of a plan; return the plan that was started. `began` is the time of the call of `up`.
-
-    If another command has taken the run's name and none was requested, the run is planned again under the next name.
-    """
+    """Start every task of a plan, or of one under the next name if another command has taken it; return that plan."""
     while True:
         try:
             start(plan, sh, began=began)
@@ -93,10 +90,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
 
 
 def continue_run(plan: Plan, sh: Shell) -> None:
-    """Start every task of a plan whose run was stopped for it. The caller holds the claim, and no task is left.
-
-    The run keeps its configuration and start time.
-    """
+    """Start every task of a plan whose run was stopped for it. The caller holds the claim, and no task is left."""
     if not plan.request.trust:
         # Check again, since tasks ran until now and could change the records that the new note will cover.
         provenance.check_trusted(plan.run)
@@ -132,17 +126,15 @@ def print_plan(plan: Plan) -> None:
 
 def list_commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to show or paste. The last ones need the run folder."""
-    found = _data_commands(plan) + plan.runtime.commands(plan)
+    prepare = [] if plan.payload.script else [_data_command(plan)]  # a script gets its own data
+    found = [*prepare, *plan.runtime.commands(plan)]
     if plan.tensorboard_port != 0:
         found += tensorboard.start_commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
     return found
 
 
 def check_machine(plan: Plan, ending: int = 0) -> None:
-    """Check the prerequisites of a plan on this machine, given that `ending` tasks will end before.
-
-    These are memory, disk space, a folder for the notes on runs, and the engine's support for GPUs.
-    """
+    """Check memory, disk space, folders and the engine's GPUs for a plan, given that `ending` tasks will end before."""
     plan.runtime.preflight(plan, ending)
     provenance.create_folder()
     try:
@@ -157,10 +149,7 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
 
 
 def data_command(verb: str, name: str, *words: str, variables: Mapping[str, str] | None = None) -> str:
-    """Return a command of `python -m train.data` for a dataset, by default a user's of the current folder.
-
-    It runs in a separate process because it may import TensorFlow.
-    """
+    """Return a command of `python -m train.data` for a dataset, by default a user's of the current folder."""
     if variables is None:
         variables = user_variables([str(Path.cwd()), *python_path()]) if ":" in name else {}
     return with_variables(variables, shlex.join(_data_words(verb, name, *words)))
@@ -171,10 +160,7 @@ def _data_words(verb: str, name: str, *words: str) -> list[str]:
 
 
 def user_variables(path: Sequence[str], env: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables for a program that calls the user's functions, besides those of this process.
-
-    Their modules are in the folders of `path`; `env` has the values of `--env`.
-    """
+    """Return the additional variables of a program that calls the user's functions, from the folders of `path`."""
     return recorded_variables(env) | {"PYTHONPATH": os.pathsep.join(path), user_code.FOLDER: str(Path.cwd())}
 
 
@@ -183,12 +169,9 @@ def with_variables(variables: Mapping[str, str], command: str) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), command])
 
 
-def _data_commands(plan: Plan) -> list[str]:
-    """Return the command that prepares the data, once for all tasks; none for a script, which gets its own data."""
-    if plan.payload.script:
-        return []
+def _data_command(plan: Plan) -> str:
     verb, *words = data_words(plan.config)
-    return [data_command(verb, plan.config["dataset"], *words, variables=_data_variables(plan))]
+    return data_command(verb, plan.config["dataset"], *words, variables=_data_variables(plan))
 
 
 def _data_variables(plan: Plan) -> dict[str, str]:
@@ -197,10 +180,10 @@ def _data_variables(plan: Plan) -> dict[str, str]:
 
 
 def _prepare_data(plan: Plan, sh: Shell) -> str:
-    """Prepare the data by the command of `_data_commands`; return its version if a user's function was called."""
+    """Prepare the data, once for all tasks; return its version if a user's function was called."""
     name, (verb, *words) = plan.config["dataset"], data_words(plan.config)
     if ":" not in name or verb == "shard":
-        sh(*_data_commands(plan))
+        sh(_data_command(plan))
         return ""
     command = _data_words(verb, name, *words)
     environment = os.environ | _data_variables(plan) | settings.read_secrets(plan.payload.secrets)
@@ -354,10 +337,7 @@ def _tree(folder: Path) -> str:
 
 
 def _modules(folder: Path) -> Iterator[str]:
-    """Yield the names of the Python files of a folder, which may be a whole project or a home folder.
-
-    Hidden files, virtual environments and dangling links, with which an editor may lock a file, are left out.
-    """
+    """Yield the names of a folder's Python files, without hidden files, virtual environments and dangling links."""
     for at, inside, others in os.walk(folder):
         inside[:] = [name for name in inside if not name.startswith(".") and not Path(at, name, "pyvenv.cfg").exists()]
         paths = (Path(at, name) for name in others if name.endswith(".py"))

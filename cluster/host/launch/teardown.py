@@ -1,8 +1,7 @@
 """Ends runs: removes their processes, containers and networks, and finds leftovers."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.contract.results import summary
@@ -81,23 +80,13 @@ def _record_outcome(run: RunFolder, state: str, error: str = "") -> None:
             run.end(state, task="user" if state == "stopped" else "", exit_code=EXIT_FAILED, error=error)
 
 
-@dataclass(frozen=True)
-class Leftovers:
-    """The leftovers of the runs in a folder, from one query of each runtime."""
+def find_leftovers(runs_dir: Path) -> tuple[dict[str, list[Runtime]], dict[str, str]]:
+    """Return the runs of a folder that have left a process, container or network, from one query of each runtime.
 
-    found: Mapping[str, list[Runtime]]
-    """The runs that can be ended, by name, with the runtimes that have leftovers of each."""
-    unreachable: Mapping[str, str]
-    """The runs whose runtime does not answer, by name, with a description of the runtime and the error."""
-
-    def check(self, name: str | None) -> None:
-        """Check that the named run, by default every run, has a reachable runtime; raise PrerequisiteError if not."""
-        if names := [run_name for run_name in self.unreachable if name in (None, "", run_name)]:
-            raise PrerequisiteError(f"{', '.join(names)}: in {self.unreachable[names[0]]}, then `{COMMAND} down` again")
-
-
-def find_leftovers(runs_dir: Path) -> Leftovers:
-    """Return the runs of a folder that have left a process, container or network."""
+    Returns:
+        The runs that can be ended, by name, with the runtimes that have leftovers of each; and the runs whose runtime
+        does not answer, by name, with a description of the runtime and the error.
+    """
     recorded = owner.recorded_runs(runs_dir)
     names = {run.name for run in recorded} | {path.parent.name for path in runs_dir.glob("*/compose.json")}
     found: dict[str, list[Runtime]] = {}
@@ -109,4 +98,4 @@ def find_leftovers(runs_dir: Path) -> Leftovers:
         except PrerequisiteError as error:
             why = f"{runtime.tasks}, which may continue: {error}"
             unreachable |= {run.name: why for run in recorded if registry.find_runtime(run) is runtime}
-    return Leftovers(dict(sorted(found.items())), unreachable)
+    return dict(sorted(found.items())), unreachable

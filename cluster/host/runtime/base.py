@@ -274,10 +274,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def start(self, work: Workload, sh: Shell) -> None:
-        """Start every task, without waiting for their agents.
-
-        Calls `owner.create_owner` before anything starts, so that leftovers of a failed start are found.
-        """
+        """Start every task without waiting for agents, after `owner.create_owner`, so that leftovers are found."""
 
     # A run that was started
 

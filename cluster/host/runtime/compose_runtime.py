@@ -218,10 +218,7 @@ class Compose(ContainerRuntime):
         compose_services.run_ending(command, sh, f"{run.name}: in containers, which may continue")
 
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
-        """Return the runs with a container or network in the engine, found by their labels.
-
-        The run folder may be gone: one label is the run's name, and the project's name identifies the folder of runs.
-        """
+        """Return the runs with a container or network in the engine, by labels: the run folder may be gone."""
         shown = f'{{{{.Label "com.docker.compose.project"}}}}\t{{{{.Label "{RUN_LABEL}"}}}}'
         known = {project(runs_dir / name): name for name in names}
         left = set()

@@ -107,10 +107,7 @@ def _service(work: Workload, task: Task, networks: Sequence[str]) -> dict[str, A
 
 
 def describe_task(work: Workload, task: Task) -> dict[str, Any]:
-    """Return the part of a task's service that is the same for Compose and a Swarm.
-
-    In its environment, None means the value in the environment of Docker's client.
-    """
+    """Return the part of a task's service that all containers share; a variable that is None has the client's value."""
     seen = work.payload.mounted()
     run_mount = f"{RUNS_MOUNT}/{work.run.name}"
     environment: dict[str, str | None] = {"TASK": task.name, "RUN_DIR": run_mount, "DATA_DIR": DATA_MOUNT}

@@ -54,9 +54,6 @@ def take_credentials(url: str) -> str:
     """Return a mirror's URL without the user and password, which become environment variables of this process.
 
     The S3 client reads them there, in this process and the upload process; no record, log or task contains them.
-
-    Raises:
-        UsageError: the URL is not that of a folder in a store. The message shows no secret.
     """
     match = URL.fullmatch(url)
     scheme, user, place, query = (match[1] or match[3], match[2] or "", match[4], match[5] or "") if match else [""] * 4

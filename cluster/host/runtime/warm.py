@@ -134,10 +134,7 @@ SOCKET = f"{hashlib.sha256(f'{ROOT}:{sys.executable}'.encode()).hexdigest()[:16]
 
 
 class EarlySupervisor:
-    """The future supervisor of a run whose folder does not exist yet; `start_supervisor` hands the run over to it.
-
-    It imports in advance, and until the hand-over it ends with this process.
-    """
+    """The future supervisor of a run without a folder, which imports already. Until the hand-over it ends with us."""
 
     def __init__(
         self, run: RunFolder, how: Mapping[str, Any], config: Mapping[str, Any], strategy: str, keep_s: float = 0.0
@@ -355,10 +352,7 @@ def _inode() -> int:
 
 
 def _preload(order: Mapping[str, Any]) -> dict[str, str]:
-    """Import the tasks' modules; return the resulting environment, without `OF_RUN`.
-
-    The imports set variables, depending on the configuration and on whether they are the first.
-    """
+    """Import the tasks' modules; return the resulting environment, which the imports change, without `OF_RUN`."""
     importlib.import_module(supervisor.AGENT)
     with contextlib.suppress(Exception):  # the supervisor tries again and logs the error
         fork_server.preload(order["preload"], order["config"], order["strategy"])

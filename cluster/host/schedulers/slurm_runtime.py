@@ -70,10 +70,7 @@ class Queue:
         return found
 
     def describe(self, run: RunFolder) -> str:
-        """Return the state of a run's newest job as a line; empty while the job runs, or if the controller has none.
-
-        The controller forgets a job some minutes after its end.
-        """
+        """Return the state of a run's newest job; empty while it runs, or once the controller has forgotten it."""
         command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%B", f"--name={job_name(run)}"]
         _, printed, _ = self._ask(command)
         rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 3]

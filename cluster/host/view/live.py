@@ -36,9 +36,8 @@ _STYLED = re.compile(r"(\x1b\[[0-9;]*m|\t)")
 class Live:
     """Context manager that shows a run while it trains: a live table in a terminal, otherwise a line for each change.
 
-    With `run` and without a terminal, it also prints the chief's output.
-
-    The table is removed at the end of the `with` block, or by `clear`, so that other lines can follow.
+    With `run` and without a terminal, it also prints the chief's output. The table disappears at the end of the `with`
+    block, or by `clear`, so that other lines can follow.
     """
 
     LINE_EVERY_S = 5.0

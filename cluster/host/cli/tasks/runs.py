@@ -198,10 +198,7 @@ def predict(c, run=None, image="", features="", trust=False):
 
 
 def _run(c, run, verb, *words, trust):
-    """Run `python -m train.saved_model` on a run's checkpoint or export, with `trust` even if it is somebody else's.
-
-    The packages of the run are installed if they are not there.
-    """
+    """Run `python -m train.saved_model` on a run, with `trust` even somebody else's, after installing its packages."""
     folder = folders.find_run(run)
     if not trust:
         provenance.check_trusted(folder)
