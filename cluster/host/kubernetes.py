@@ -107,12 +107,8 @@ def task_template(manifest: Manifest, role: Role, environment: list[dict[str, An
 
 
 def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
-    values = {
-        "RUN_DIR": f"{SHARED}/runs/{manifest.name}",
-        "DATA_DIR": f"{SHARED}/data",
-        "RECORDS_DIR": RECORDS,
-        "RENDEZVOUS_TIMEOUT_S": str(WAIT_S),
-    }
+    values = {"RUN_DIR": f"{SHARED}/runs/{manifest.name}", "DATA_DIR": f"{SHARED}/data"}
+    values |= {"RECORDS_DIR": RECORDS, "RENDEZVOUS_TIMEOUT_S": str(WAIT_S)}
     if gpus:
         values |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     elif manifest.gpus:  # a node whose default runtime is NVIDIA's could expose all GPUs

@@ -16,7 +16,7 @@ from typing import Any
 from cluster.host import nvidia
 from cluster.host.image import engine, images, locks
 from cluster.host.launch import folders
-from cluster.host.runtime import compose_services, registry, tensorboard
+from cluster.host.runtime import compose_runtime, registry, tensorboard
 from cluster.host.runtime.base import Finding
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
@@ -111,7 +111,7 @@ OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
 """The compute capabilities with kernels in TensorFlow's wheels: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
 MIN_SHARED_BYTES = 2**30
-"""NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_services.GPU_SHM`)."""
+"""NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_runtime.GPU_SHM`)."""
 FIELDS = "driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap"
 QUERY = (f"--query-gpu={FIELDS}", "--format=csv,noheader")
 
@@ -206,9 +206,9 @@ def _containers(count: int) -> list[Finding]:
         return [Finding("gpu image", "warning", f"{image} is not built", BUILD)]
     name = f"tf-cluster-doctor-{os.getpid()}"
     # With the restrictions of a task.
-    command = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose_services.task_user()}"]
-    command += ["--gpus=all", f"--shm-size={compose_services.GPU_SHM}", "--network=none", "--read-only"]
-    command += [f"--ulimit={key}={value}" for key, value in compose_services.GPU_LIMITS.items()]
+    command = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose_runtime.task_user()}"]
+    command += ["--gpus=all", f"--shm-size={compose_runtime.GPU_SHM}", "--network=none", "--read-only"]
+    command += [f"--ulimit={key}={value}" for key, value in compose_runtime.GPU_LIMITS.items()]
     command += ["--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
     code, text = engine.ask(*command, "--entrypoint=python", image, "-c", PROBE.read_text(), timeout_s=PROBE_TIMEOUT_S)
     if code == processes.TIMED_OUT:  # only the client was ended, not the container

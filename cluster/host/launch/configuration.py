@@ -74,15 +74,10 @@ def check_config(
     }
     model, loss, optimizer = config["model"], config["loss"], config["optimizer"]["name"]
     options = f"--model {model!r}, --loss {loss!r} or --optimizer.name {optimizer!r}"
-    return _preflight("check", config, cluster, environment, options, numbers, start)
+    return run_preflight("check", config, cluster, environment, options, numbers, start)
 
 
-def count_memory(config: dict[str, Any], cluster: ClusterSpec, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the sizes of the parts of a configuration's model, such as weights and activations, in bytes."""
-    return _preflight("memory", config, cluster, environment, f"--model {config['model']!r}", {})
-
-
-def _preflight(
+def run_preflight(
     work: str,
     config: dict[str, Any],
     cluster: ClusterSpec,
@@ -91,7 +86,11 @@ def _preflight(
     numbers: dict[str, int | None],
     start: user_code.Start | None = None,
 ) -> dict[str, Any]:
-    """Run `train/startup/preflight.py`; the result of a check is kept while its inputs are unchanged."""
+    """Run `train/startup/preflight.py`; the result of a `check` is kept while its inputs are unchanged.
+
+    The `memory` of a model is the sizes of its parts, such as weights and activations, in bytes. `options` are named in
+    errors.
+    """
     data = data_dir()
     described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data), **numbers}
     command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]

@@ -121,16 +121,17 @@ class Plan(Workload):
             return ["Model.fit is that of Keras 3"]
         if not self.payload.needs_legacy_keras(self.cluster):
             return []
-        return [
-            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit knows no parameter servers; "
-            "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
-        ]
+        why = "because Keras 3's own fit knows no parameter servers"
+        return [f"tf.keras is Keras 2 (tf_keras) for the script, {why}; TF_USE_LEGACY_KERAS=0 keeps Keras 3"]
 
     def to_json(self) -> dict[str, Any]:
         batch, port = self.config.get("global_batch"), self.tensorboard_port
         shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
         most = -(-shards // self.cluster.batch_divisor)  # most shards of a replica: they may be shared unevenly
-        micro_batches = self.config.get("micro_batches", 1)
+        micro_batches, tasks = self.config.get("micro_batches", 1), []
+        for task in self.cluster.tasks:
+            seen = {"gpus": self.gpus.shown(task.name), "tf_config": tf_config.render(self.cluster, task)}
+            tasks.append({"task": task.name, "address": task.address, **seen})
         return {
             "run": self.run.name,
             "runtime": self.runtime.name,
@@ -144,15 +145,7 @@ class Plan(Workload):
             "training": self._training(),
             "pipeline": self._pipeline(),
             "tensorboard": tensorboard.AUTO if port is None else tensorboard.address(port) if port else None,
-            "tasks": [
-                {
-                    "task": task.name,
-                    "address": task.address,
-                    "gpus": self.gpus.shown(task.name),
-                    "tf_config": tf_config.render(self.cluster, task),
-                }
-                for task in self.cluster.tasks
-            ],
+            "tasks": tasks,
             "elastic": self.elastic or None,
             "notes": self._warnings,
             "config": self.config,
@@ -262,10 +255,8 @@ def _stages(pipeline: dict[str, Any]) -> list[str]:
     pipelines = "pipeline" if count == 1 else f"{count} pipelines"
     remat = ", activations computed again" if pipeline["remat"] else ""
     limit = f"{pipeline['memory_bytes'] / 1e6:,.0f} MB" if pipeline["memory_bytes"] else "any memory"
-    head = (
-        f"{pipelines} {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: stages of equal time "
-        f"would idle {pipeline['bubble']:.0%}; a stage may take {limit}"
-    )
+    head = f"{pipelines} {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: "
+    head += f"stages of equal time would idle {pipeline['bubble']:.0%}; a stage may take {limit}"
     names = ("STAGE", "PARAMETERS", "STATE MB", "MB/MICRO-BATCH", "HELD", "HELD MB", "TIME", "FLOPS", "LAYERS")
     rows = [
         (
@@ -310,7 +301,8 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
         return {"unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` or `up` does that"}
     try:
         print_wait("counting what the model holds in memory")
-        sizes = configuration.count_memory(plan.config, plan.cluster, plan.payload.trial_environment())
+        environment, option = plan.payload.trial_environment(), f"--model {plan.config['model']!r}"
+        sizes = configuration.run_preflight("memory", plan.config, plan.cluster, environment, option, {})
     except ClusterError as error:
         return {"unknown": str(error)}
     return sizes | assess(plan, sizes)
@@ -337,12 +329,8 @@ def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
         rooms.append({"of": "this machine", "needs": sum(of_task.values()), "has": memory.available_bytes()})
     if plan.gpus.memory_bytes:
         rooms.append({"of": "a GPU", "needs": sum(per_replica.values()), "has": plan.gpus.memory_bytes})
-    return {
-        "replica_bytes": per_replica,
-        "task_bytes": of_task,
-        "rooms": rooms,
-        "fits": all(room["needs"] <= room["has"] for room in rooms) if rooms else None,
-    }
+    fits = all(room["needs"] <= room["has"] for room in rooms) if rooms else None
+    return {"replica_bytes": per_replica, "task_bytes": of_task, "rooms": rooms, "fits": fits}
 
 
 def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes: int, *, snapshots: bool) -> int:

@@ -58,19 +58,14 @@ def resume(request: Request) -> tuple[RunFolder, Started, Request]:
     if script:
         recorded |= {"script": script["script"], "args": script.get("arguments", ())}
         recorded |= {"separate_chief": script.get("separate_chief", False)}
-    return run, started, inherit_topology(replace(request, **_inherited(request, recorded)), cluster)
-
-
-def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    values = {}
+    inherited: dict[str, Any] = {}
     for name, value in recorded.items():
         option = OPTIONS.get(name)  # none declares `args`
         is_given = option.is_given(getattr(request, name)) if option else bool(getattr(request, name))
-        if is_given or value in (None, ""):
-            continue
-        number = int(value) if isinstance(value, float) else value
-        values[name] = option.parse(number) if option else number
-    return values
+        if not is_given and value not in (None, ""):
+            number = int(value) if isinstance(value, float) else value
+            inherited[name] = option.parse(number) if option else number
+    return run, started, inherit_topology(replace(request, **inherited), cluster)
 
 
 def inherit_topology(request: Request, previous: ClusterSpec) -> Request:

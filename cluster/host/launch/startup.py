@@ -73,10 +73,8 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
                 print_lines("data: these differ from those with which the run began, and with which it continues")
         stages = {} if plan.payload.script else plan.try_configuration()
         if hidden := [name for name in stages.get("missing", ()) if name in os.environ]:
-            print_lines(
-                f"warning: your code looks for the variable {' and '.join(hidden)}, which is set here, but not for the "
-                f"tasks; add --env {' --env '.join(hidden)}"
-            )
+            wanted, add = " and ".join(hidden), " --env ".join(hidden)
+            print_lines(f"warning: your code looks for {wanted}, set here, but not for the tasks; add --env {add}")
         if plan.chooses_kernels:
             plan.config["onednn"], notes = plan.choose_kernels(stages.get("unverified", {}))
             if plan.config["onednn"] != plan.fast_kernels[0]:

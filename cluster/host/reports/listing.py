@@ -172,12 +172,8 @@ def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:
     first, *others = [getattr(run.load_summary(), "weights_sha256", None) for run in runs]
     for run, sha256 in zip(runs[1:], others, strict=True):
         weights.append({"runs": [runs[0].name, run.name], "identical": first == sha256 if first and sha256 else None})
-    return {
-        "runs": [run.name for run in runs],
-        "differences": differing,
-        "results": {name: [row[name] for row in rows] for name in _RESULTS} | reached,
-        "weights": weights,
-    }
+    results = {name: [row[name] for row in rows] for name in _RESULTS} | reached
+    return {"runs": [run.name for run in runs], "differences": differing, "results": results, "weights": weights}
 
 
 @plain_lines

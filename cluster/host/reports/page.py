@@ -57,11 +57,10 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
         "restarts": row["restarts"],
         "tasks": row["tasks"],
     }
-    cards = "".join(
-        f'<div><span class="soft">{name}</span><b{f" class={good}" if good and name == "result" else ""}>'
-        f"{escape(str(value))}</b></div>"
-        for name, value in shown.items()
-    )
+    cards = ""
+    for name, value in shown.items():
+        kind = f" class={good}" if good and name == "result" else ""
+        cards += f'<div><span class="soft">{name}</span><b{kind}>{escape(str(value))}</b></div>'
     moment = row["started"]
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment)) if moment else "at an unknown time"
     words = f"{row['strategy']}, started {began}, commit {row['commit'] or 'unknown'}"

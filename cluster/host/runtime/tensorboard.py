@@ -12,7 +12,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Process
 from cluster.contract.run.logs import last_line
 from cluster.contract.schema import Count, Record, dictionary
-from cluster.host.runtime import compose_services
+from cluster.host.runtime import compose_runtime
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import write_json
@@ -65,7 +65,7 @@ def start_commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
     """Return the commands of `start`, to show or paste; none for a process, which is started without a shell."""
     if board == PROCESS:
         return []
-    return [compose_services.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
+    return [compose_runtime.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
 
 
 def start(
@@ -92,7 +92,7 @@ def start(
         record: dict[str, Any] = {"runtime": board, "port": port}
         if board == CONTAINER:
             write_json(_record_path(runs_dir), record)  # first, for the leftovers of a failed start
-            sh(compose_services.tensorboard_command(runs_dir, port, *compose_services.UP, "tensorboard"))
+            sh(compose_runtime.tensorboard_command(runs_dir, port, *compose_runtime.UP, "tensorboard"))
         else:
             record["process"] = processes.identity(_start_process(runs_dir, port))
             write_json(_record_path(runs_dir), record)
@@ -115,8 +115,8 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
     if record["runtime"] == CONTAINER:
         ended = _container_runs(runs_dir)
         words = ("down", "--timeout", "5", "--volumes")
-        command = compose_services.tensorboard_command(runs_dir, record["port"], *words)
-        compose_services.run_ending(command, sh, "TensorBoard is in a container, which may continue")
+        command = compose_runtime.tensorboard_command(runs_dir, record["port"], *words)
+        compose_runtime.run_ending(command, sh, "TensorBoard is in a container, which may continue")
     else:
         ended = processes.end(record["process"])
     _record_path(runs_dir).unlink(missing_ok=True)
@@ -140,7 +140,7 @@ def _record(runs_dir: Path) -> dict[str, Any] | None:
 
 
 def _container_runs(runs_dir: Path) -> bool:
-    return compose_services.is_running(compose_services.tensorboard_project(runs_dir))
+    return compose_runtime.is_running(compose_runtime.tensorboard_project(runs_dir))
 
 
 def _start_process(runs_dir: Path, port: int) -> int:

@@ -25,10 +25,9 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role, Task
 from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
-from cluster.host.runtime import compose_services, resources
+from cluster.host.runtime import compose_runtime, resources
 from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
-from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime
-from cluster.host.runtime.compose_services import RUN_LABEL
+from cluster.host.runtime.compose_runtime import RUN_LABEL, ContainerFaults, ContainerRuntime
 from cluster.host.runtime.resources import ENCRYPTED, Job, Memory, Network, parse_memory
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
 from cluster.system.messages import last_output_line
@@ -131,7 +130,7 @@ SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
 
 def stack_name(run_dir: Any) -> str:
     """Return the name of a run's stack: the run's Compose project, shortened for the names of services."""
-    project = compose_services.project(run_dir)
+    project = compose_runtime.project(run_dir)
     return f"{project[:-9][:40].rstrip('-_')}{project[-9:]}"
 
 
@@ -154,13 +153,13 @@ def render_stack(work: Workload) -> dict[str, Any]:
     if secrets := work.payload.caller_variables:
         stack = stack_name(work.run.path)
         rendered["secrets"] = {name: {"external": True, "name": secret_name(stack, name)} for name in secrets}
-    return dict(compose_services.literal(rendered))
+    return dict(compose_runtime.literal(rendered))
 
 
 def _service(work: Workload, task: Task) -> dict[str, Any]:
     job, secrets = work.job, work.payload.caller_variables
     gpus = int(job.gpus_per_task or 0) if task.role in (Role.CHIEF, Role.WORKER) else 0
-    service = compose_services.describe_task(work, task)
+    service = compose_runtime.describe_task(work, task)
     environment = service["environment"]
     for name in secrets:  # the Swarm stores their values
         del environment[name]
@@ -168,9 +167,9 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
         environment["RENDEZVOUS_TIMEOUT_S"] = WAIT_S
     if gpus:
         environment |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-        environment |= {"NCCL_SOCKET_IFNAME": compose_services.NETWORK_INTERFACE}
+        environment |= {"NCCL_SOCKET_IFNAME": compose_runtime.NETWORK_INTERFACE}
     else:
-        environment |= compose_services.NO_GPU
+        environment |= compose_runtime.NO_GPU
     # A script's /tmp is a folder of the run.
     scratch = {"/var/tmp" if work.payload.script else "/tmp": SCRATCH_BYTES}  # noqa: S108
     if gpus:  # the engine's default of 64 MB is too small for NCCL's buffers
@@ -194,7 +193,7 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
     if secrets:
         service["secrets"] = [{"source": name, "target": name} for name in secrets]
     if gpus:
-        service["ulimits"] = dict(compose_services.GPU_LIMITS)
+        service["ulimits"] = dict(compose_runtime.GPU_LIMITS)
     return service
 
 

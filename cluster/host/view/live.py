@@ -73,7 +73,21 @@ class Live:
             if loss is not None and (value["step"], loss) != self._logged:
                 self._logged = (value["step"], loss)
                 self._losses.append(loss)
-            self._draw(self._console, live_lines(value, self._losses, self._console.width))
+            from rich.live import Live as Screen
+            from rich.text import Text
+
+            if self._screen is None:
+                # Without redirection, since subprocesses print directly to the terminal.
+                self._screen = Screen(
+                    console=self._console,
+                    auto_refresh=False,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._screen.start()
+            lines = live_lines(value, self._losses, self._console.width)
+            self._screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
             return
         self._print_output(ended=False)
         states = {beat["task"]: beat["state"] for beat in value["tasks"]}
@@ -95,18 +109,6 @@ class Live:
             for line in new_lines(self._output, ended=ended, terminal=True):
                 print(f"chief | {line}")
             sys.stdout.flush()
-
-    def _draw(self, console: Console, lines: list[str]) -> None:
-        from rich.live import Live as Screen
-        from rich.text import Text
-
-        if self._screen is None:
-            # Without redirection, since subprocesses print directly to the terminal.
-            self._screen = Screen(
-                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-            )
-            self._screen.start()
-        self._screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
 
     def clear(self) -> None:
         """Remove the table from the terminal."""

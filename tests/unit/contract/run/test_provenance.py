@@ -16,7 +16,7 @@ from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning, startup, teardown
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services
+from cluster.host.runtime import compose_runtime
 from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support import command_line
@@ -162,7 +162,7 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run):
     write_json(run.compose, {"x-runtime": "docker"} | theirs)
     teardown.remove_run(run, commands)
     (words,) = [shlex.split(command) for command in commands]
-    assert ["docker", "compose", "--progress=quiet", "--project-name", compose_services.project(run.path)] == words[:5]
+    assert ["docker", "compose", "--progress=quiet", "--project-name", compose_runtime.project(run.path)] == words[:5]
     assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
 
 

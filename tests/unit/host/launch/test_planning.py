@@ -18,7 +18,7 @@ from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, plan, planning, startup, teardown
 from cluster.host.launch.plan import plan_lines
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, supervisor
+from cluster.host.runtime import compose_runtime, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime.local_runtime import LocalProcesses
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
@@ -400,6 +400,6 @@ def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how,
     teardown.remove_run(run, commands)
     assert "stopped" == run.outcome.state
     assert expected == [
-        command.partition(f" --project-name {compose_services.project(run.path)} ")[2] for command in commands
+        command.partition(f" --project-name {compose_runtime.project(run.path)} ")[2] for command in commands
     ]
     assert killed == ([] if expected else [run, run])

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime import base, compose_services, registry, supervisor
+from cluster.host.runtime import base, compose_runtime, registry, supervisor
 from cluster.host.runtime.base import FaultInjector
 from cluster.host.runtime.compose_runtime import MEMORY_EATER
 from cluster.host.runtime.local_runtime import ProcessFaults
@@ -162,7 +162,7 @@ def faults(run, docker) -> FaultInjector:
 def test_a_signal_is_sent_inside_the_task_s_container(run, faults, docker):
     docker.answers["exec"] = (137, "")  # which may end with it
     faults.signal("worker-0", signal.SIGKILL, "agent", "program")
-    project = f"label=com.docker.compose.project={compose_services.project(run.path)}"
+    project = f"label=com.docker.compose.project={compose_runtime.project(run.path)}"
     searched = ("ps", "--quiet", "--filter", project, "--filter", "label=tf-cluster.task=worker-0")
     assert searched in docker.requested
     assert [("exec", "c0ffee", "sh", "-c", "kill -9 1 7")] == docker.done()
