@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
-from cluster.contract.run.launch_records import GPUS
 from cluster.contract.spec import ClusterSpec, Role, parse_count
 from cluster.host.image import engine
 from cluster.system import processes
@@ -48,7 +47,6 @@ class Machine:
     """This machine's GPUs."""
 
     gpus: tuple[Gpu, ...]
-    """The GPUs in the order of their indices."""
     instances: tuple[Gpu, ...] = ()
     """The MIG instances, if they were requested."""
     nvlinks: frozenset[tuple[str, str]] = frozenset()
@@ -165,15 +163,6 @@ class Placement:
             **({} if "NCCL_DEBUG" in given else {"NCCL_DEBUG": "WARN"}),
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # for scripts and parameter-server workers, too
         }
-
-    def lines(self) -> list[str]:
-        """Format the placement as lines of text; empty without GPUs."""
-        each = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.ids.items())
-        return [f"GPUs: {each}"] if each else []
-
-    def record(self) -> dict[str, Any]:
-        """Return the entry for `compose.json`, from which other runs know that these GPUs are in use."""
-        return {GPUS: {task: list(ids) for task, ids in self.ids.items()}} if self.ids else {}
 
     def to_json(self) -> dict[str, str]:
         """Return the record that a resumed run inherits; empty if it has no GPUs."""

@@ -177,9 +177,6 @@ def read_tf_config(name: str) -> str:
         raise UsageError(f"--file {name!r}: {error.strerror}; name a file that holds a TF_CONFIG") from None
 
 
-# The form
-
-
 def _read(text: str, into: Explained) -> None:
     try:
         value = json.loads(text)
@@ -246,9 +243,6 @@ def _kind(value: Any) -> str:
     return empty + _KINDS[type(value)]
 
 
-# The tasks
-
-
 def _check_roles(config: Explained) -> None:
     counts = Counter(member.role for member in config.members)
     for role in counts:
@@ -301,9 +295,6 @@ def _check_strategy(config: Explained) -> None:
     if strategy and strategy.one_process and len(config.members) > 1:
         detail = f"{name} trains in one process, and {len(config.members)} tasks are listed"
         config.fail("strategy", detail, "unset TF_CONFIG, or use MultiWorkerMirroredStrategy")
-
-
-# The addresses
 
 
 def _check_addresses(config: Explained) -> None:

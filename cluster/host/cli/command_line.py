@@ -109,7 +109,7 @@ def takes_request(
             if request.name in COMMANDS:
                 raise UsageError(f"--name {request.name} is also a command; choose another name")
             if not request.script and ("--help" in words or "-h" in words):
-                print(configuration.describe_training_options(request))
+                print(configuration.ask_trainer(request, ["--", "-h"]))
                 return None
             return body(c, request, **own_options)
 

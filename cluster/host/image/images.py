@@ -238,7 +238,6 @@ class Contents:
 
     name: str
     layers: list[str]
-    """The sha256 of each layer."""
     config: dict[str, Any]
     created: str
 

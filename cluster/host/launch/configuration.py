@@ -37,7 +37,7 @@ def resolve_config(
         cores: number of cores of each task on another machine; 0 for those of this machine.
     """
     command = [f"--data-dir={data_dir()}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
-    value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages, code_dirs)
+    value: dict[str, Any] = ask_trainer(request, [*command, "--", *request.training()], packages, code_dirs)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
@@ -103,12 +103,8 @@ def run_preflight(
     return dict(found)
 
 
-def describe_training_options(request: Request) -> str:
-    """Return the help of the training options."""
-    return str(_ask(request, ["--", "-h"], None))
-
-
-def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: Sequence[str] = ()) -> Any:
+def ask_trainer(request: Request, words: list[str], packages: Path | None = None, code_dirs: Sequence[str] = ()) -> Any:
+    """Return what `python -m train --print-config` prints for a request and further words: JSON, or help for `-h`."""
     preset = request.preset or PRESET
     # The program runs in the checkout, but the user's modules are next to the run file or in the caller's folder.
     here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]

@@ -57,25 +57,20 @@ def install_packages(requirements: Path, python: str) -> Path:
     print(f"getting the packages of {requirements} (once)", file=sys.stderr, flush=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".filling-", dir=FOLDER) as scratch:
-        filled = _fill(requirements, python, Path(scratch))
+        filled = Path(scratch) / "packages"
+        filled.mkdir()
+        lines = _resolve(requirements, python, Path(scratch))
+        (filled / RESOLVED).write_text("".join(line + "\n" for line in lines))
+        if lines:
+            pip = [*_PIP, "install", "--no-deps", "--require-hashes", "--target", str(filled), "-r"]
+            _run([*pip, str(filled / RESOLVED), *_for_python(python)], requirements)
+        make_readable(filled)
         try:
             filled.rename(target)  # atomic, and the first of two concurrent calls wins
         except OSError:
             if not target.exists():
                 raise
     return target
-
-
-def _fill(requirements: Path, python: str, scratch: Path) -> Path:
-    filled = scratch / "packages"
-    filled.mkdir()
-    lines = _resolve(requirements, python, scratch)
-    (filled / RESOLVED).write_text("".join(line + "\n" for line in lines))
-    if lines:
-        pip = [*_PIP, "install", "--no-deps", "--require-hashes", "--target", str(filled), "-r"]
-        _run([*pip, str(filled / RESOLVED), *_for_python(python)], requirements)
-    make_readable(filled)
-    return filled
 
 
 def _resolve(requirements: Path, python: str, scratch: Path) -> list[str]:

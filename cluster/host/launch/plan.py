@@ -62,7 +62,8 @@ class Plan(Workload):
 
     @property
     def notes(self) -> list[str]:
-        return [*self.gpus.lines(), *self._keras_notes, *self._warnings]
+        gpus = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.gpus.ids.items())
+        return [*([f"GPUs: {gpus}"] if gpus else []), *self._keras_notes, *self._warnings]
 
     @property
     def _warnings(self) -> list[str]:

@@ -100,7 +100,8 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         init=init,
         about_resuming=tuple(notes),
     )
-    compose = runtime.render(planned) | gpus.record()
+    in_use = {task: list(ids) for task, ids in gpus.ids.items()}  # recorded for other runs
+    compose = runtime.render(planned) | ({GPUS: in_use} if in_use else {})
     check_needs(typed, {Needs.SHARED_IMPORT: "preload" in compose})
     return replace(planned, compose=compose, keep_s=_warm_s(typed) if "preload" in compose else 0.0)
 

@@ -100,8 +100,6 @@ def option(empty: Any = "", **more: Any) -> Any:
 
 WORD_OR_NUMBER = (int, str)
 PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
-LOOPS = ("custom", "fit")
-SCHEDULES = ("gpipe", "1f1b", "pipedream")
 MAX_PER_JOB = 4096
 
 
@@ -115,12 +113,12 @@ class TrainingOptions:
     strategy: str = ""
     devices: int | None = option(None, bounds=(1, MAX_DEVICES))
     preset: str = option(needs=Needs.TRAINER)
-    loop: str = option(choices=LOOPS, needs=Needs.TRAINER, override="loop")
+    loop: str = option(choices=("custom", "fit"), needs=Needs.TRAINER, override="loop")
     precision: str = option(needs=Needs.TRAINER, override="precision")
     bitwise_elastic: int | None = option(None, needs=Needs.TRAINER, override="bitwise-elastic")
     stages: int | None = option(None, bounds=(1, MAX_TASKS), needs=Needs.TRAINER)
     micro_batches: int | None = option(None, needs=Needs.TRAINER, override="micro-batches")
-    schedule: str = option(choices=SCHEDULES, needs=Needs.TRAINER, override="pipeline.schedule")
+    schedule: str = option(choices=("gpipe", "1f1b", "pipedream"), needs=Needs.TRAINER, override="pipeline.schedule")
     remat: bool = option(False, needs=Needs.TRAINER, override="pipeline.remat")
     cut: str = option(needs=Needs.TRAINER, override="pipeline.cut")
     init_from: str = option(needs=Needs.NEW_RUN, override="init-from")

@@ -145,15 +145,6 @@ _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 _RESULTS = ("result", "steps", "wall_s", "restarts")
 
 
-def collect_inputs(run: RunFolder) -> dict[str, Any]:
-    """Return everything that can make two runs differ, with dotted keys."""
-    manifest, cluster = run.load_manifest({}), run.load_cluster()
-    names = [task.name for task in cluster.tasks]
-    topology = {"strategy": cluster.strategy, "tasks": names, "devices": cluster.devices}
-    kept = {name: manifest.get(name) for name in ("runtime", "code", "locks", "own_code", "data", "environment")}
-    return without_secrets({"config": run.load_config(), "cluster": topology, **kept})
-
-
 def without_secrets(records: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of records by dotted keys, without values whose names mark them as secret."""
     return {name: value for name, value in flatten(records) if not _SECRET.search(name)}
@@ -161,7 +152,13 @@ def without_secrets(records: Mapping[str, Any]) -> dict[str, Any]:
 
 def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """Return the differences between runs, the output of `invoke compare --json`."""
-    parts = [collect_inputs(run) for run in runs]
+    parts = []  # everything that can make two runs differ
+    for run in runs:
+        manifest, cluster = run.load_manifest({}), run.load_cluster()
+        tasks = [task.name for task in cluster.tasks]
+        topology = {"strategy": cluster.strategy, "tasks": tasks, "devices": cluster.devices}
+        kept = {name: manifest.get(name) for name in ("runtime", "code", "locks", "own_code", "data", "environment")}
+        parts.append(without_secrets({"config": run.load_config(), "cluster": topology, **kept}))
     names = dict.fromkeys(name for part in parts for name in part)
     differing = {name: [part.get(name) for part in parts] for name in names}
     differing = {name: values for name, values in differing.items() if any(each != values[0] for each in values)}

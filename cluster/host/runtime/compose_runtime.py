@@ -209,7 +209,6 @@ def tensorboard_command(runs_dir: Path, port: int, *words: str) -> str:
 
 
 PAUSE_TRIES = 5
-
 MEMORY_EATER = ROOT / "docker" / "eat_memory.py"
 
 

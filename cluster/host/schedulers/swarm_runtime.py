@@ -352,6 +352,13 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
             raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
 
 
+FIXES = {
+    "No such image": "bring the image there; docs/guides/swarm.md says how",
+    "does not exist": "put RUNS_DIR and DATA_DIR into folders that every host has under the same path",
+}
+"""The fix of an error with which a task is rejected, by a part of its text."""
+
+
 def _await_places(name: str, expected: Collection[str]) -> None:
     """Wait until every task has a host that starts it, or for `START_S`."""
     began = time.monotonic()
@@ -359,7 +366,9 @@ def _await_places(name: str, expected: Collection[str]) -> None:
         placed = set()
         for task in stack_tasks(name):
             if task.state == "rejected":
-                raise PrerequisiteError(f"{task.service} cannot start on {task.node}: {task.error}; {_fix(task.error)}")
+                fixes = [fix for part, fix in FIXES.items() if part in task.error]
+                fix = fixes[0] if fixes else "`docker service ps --no-trunc` says more"
+                raise PrerequisiteError(f"{task.service} cannot start on {task.node}: {task.error}; {fix}")
             if task.state == "pending" and task.error and passed_s > UNPLACED_S:
                 raise PrerequisiteError(f"no host takes {task.service}: {task.error}; request less, or add hosts")
             if task.state in ("starting", "running", "complete", "failed"):
@@ -367,11 +376,3 @@ def _await_places(name: str, expected: Collection[str]) -> None:
         if placed >= set(expected):
             return
         time.sleep(POLL_S)
-
-
-def _fix(error: str) -> str:
-    if "No such image" in error:
-        return "bring the image there; docs/guides/swarm.md says how"
-    if "does not exist" in error:
-        return "put RUNS_DIR and DATA_DIR into folders that every host has under the same path"
-    return "`docker service ps --no-trunc` says more"

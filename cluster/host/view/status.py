@@ -42,6 +42,10 @@ def read_status(
     silent = [name for name, beat in beats.items() if time.time() - beat.updated_at > 5 * HEARTBEAT_S]
     late, text = late_tasks.find_late(spec, beats, run.generation, silent)
     reporting = any(beat.state not in (TaskState.LOST, *FINAL_STATES) for beat in beats.values())
+    last_event: dict[str, Any] | None = None
+    if newest := max(run.events(), key=lambda event: event.time, default=None):
+        why = newest.detail.get("cause") or newest.detail.get("kind")
+        last_event = {name: getattr(newest, name) for name in ("time", "task", "event", "step")} | {"cause": why}
     printed: dict[str, Any] = {}
     if script:
         lines = {task.name: last_line(run.log(task.name)) for task in spec.tasks}
@@ -63,7 +67,7 @@ def read_status(
         "pace": stragglers.findings(paces).to_json(),
         "late": text if late else None,
         "left_out": sorted(membership.left_out(run)),
-        "last_event": _last_event(run),
+        "last_event": last_event,
         "queued": "" if summary or reporting else registry.find_runtime(run).scheduler_status(run),
         "tasks": [beats[task.name].to_json() for task in spec.tasks if task.name in beats],
     }
@@ -87,14 +91,6 @@ def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
             return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(ledgers)}
     return None
-
-
-def _last_event(run: RunFolder) -> dict[str, Any] | None:
-    newest = max(run.events(), key=lambda event: event.time, default=None)
-    if newest is None:
-        return None
-    why = newest.detail.get("cause") or newest.detail.get("kind")
-    return {name: getattr(newest, name) for name in ("time", "task", "event", "step")} | {"cause": why}
 
 
 @plain_lines
