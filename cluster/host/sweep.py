@@ -23,7 +23,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import OutcomeState
 from cluster.contract.schema import Count, Number, Record
 from cluster.contract.spec import check_run_name
-from cluster.host.launch import folders, metrics_server, planning, teardown
+from cluster.host.launch import folders, metrics_server, planning
 from cluster.host.options.request import OPTIONS, Option, Request
 from cluster.host.reports import listing
 from cluster.host.view import interrupts
@@ -212,7 +212,7 @@ class _Loop:
             after = [f"--{key}={value}" for key, value in trial.values.items() if not _option(key)]
             names = [f"--name={trial.run}", f"--tag={self.sweep.name}"]
             return ["up", *names, *words, "--", *self.sweep.overrides, *after]
-        if teardown.in_progress(run):
+        if folders.in_progress(run):
             return ["wait", trial.run]
         summary = run.load_summary()
         if summary and (summary.state != OutcomeState.STOPPED or trial.run in self.sweep.dropped):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import foreground
-from cluster.host.launch import planning, startup, teardown
+from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.options.run_file import flatten
 from cluster.host.runtime.base import Shell
@@ -55,7 +55,7 @@ def repeat_run(
     except BaseException:
         foreground.kill(planned.run, sh)
         raise
-    if left := teardown.remove_ended(planned.run, sh):
+    if left := folders.remove_ended(planned.run, sh):
         print(left, file=sys.stderr)
     return planned.run, compare_repeated(run, planned.run) if ended.state == "succeeded" else None
 

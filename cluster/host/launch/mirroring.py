@@ -35,8 +35,7 @@ from cluster.contract.recovery.checkpoint_files import Saved, find_newest_good, 
 from cluster.contract.run import claim, provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import LivenessMonitor
-from cluster.host.launch.folders import runs_dir
-from cluster.host.launch.teardown import in_progress
+from cluster.host.launch.folders import in_progress, runs_dir
 from cluster.host.options.request import Request
 from cluster.host.runtime import mirror
 from cluster.system import processes
