@@ -42,11 +42,9 @@ class Manifest:
     """The run to render.
 
     Attributes:
-        name: the name of the run and of every object.
         spec: the cluster, with the host names that its pods will have.
         started: the record of how the run was started, as far as it is known before the start.
         claim: the persistent volume claim with runs and data.
-        memory_bytes: the memory limit of a task.
         cpus: the number of processors that a task requests; it may use more.
         gpus: the number of GPUs of the chief and of each worker.
     """

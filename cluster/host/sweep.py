@@ -54,6 +54,10 @@ class Trial(Record):
     values: dict[str, str]
 
     @property
+    def overrides(self) -> list[str]:
+        return [f"--{key}={value}" for key, value in self.values.items() if not _option(key)]
+
+    @property
     def note(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
@@ -103,7 +107,11 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
     for trial in trials:
         if set(trial.values.items()) - seen:
             seen |= set(trial.values.items())
-            planning.plan(_requested(request, trial))
+            given: dict[str, Any] = {"name": trial.run, "resume": ""}
+            for key, value in trial.values.items():
+                if option := _option(key):
+                    given[option.name] = option.parse(value)
+            planning.plan(replace(request, **given, overrides=(*request.arguments, *trial.overrides)))
     words, overrides = _words(request), (*request.train, *request.arguments)
     sweep = Sweep(
         name=name, options=words, overrides=overrides, code_dir=request.code_dir, trials=tuple(trials), halving=halving
@@ -209,9 +217,8 @@ class _Loop:
             if port := self.sweep.metrics_port(trial):
                 options["--metrics-port"] = [str(port)]
             words = [f"{key}={value}" if value else key for key, values in options.items() for value in values]
-            after = [f"--{key}={value}" for key, value in trial.values.items() if not _option(key)]
             names = [f"--name={trial.run}", f"--tag={self.sweep.name}"]
-            return ["up", *names, *words, "--", *self.sweep.overrides, *after]
+            return ["up", *names, *words, "--", *self.sweep.overrides, *trial.overrides]
         if folders.in_progress(run):
             return ["wait", trial.run]
         summary = run.load_summary()
@@ -297,17 +304,6 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 def _option(key: str) -> Option | None:
     return OPTIONS.get(key.replace("-", "_"))
-
-
-def _requested(request: Request, trial: Trial) -> Request:
-    fields: dict[str, Any] = {"name": trial.run, "resume": ""}
-    words = []
-    for key, value in trial.values.items():
-        if option := _option(key):
-            fields[option.name] = option.parse(value)
-        else:
-            words.append(f"--{key}={value}")
-    return replace(request, **fields, overrides=(*request.arguments, *words))
 
 
 def _words(request: Request) -> tuple[str, ...]:

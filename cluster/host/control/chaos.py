@@ -116,7 +116,7 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
     run.load_cluster().task(fault.task)
     if fault.whole and not kind.takes_whole:
         raise UsageError(f"--whole with {fault.kind}: it is for kill, which else kills the task's program alone")
-    registry.find_runtime(run).faults(run).check(fault.kind, fault.task)
+    registry.find_runtime(run).injector(run).check(fault.kind, fault.task)
     if kind.needs_trainer and run.script:
         raise UsageError(f"{fault.kind} with a script: {kind.needs_trainer}")
     if not in_progress(run):
@@ -125,7 +125,7 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
 
 def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> FaultCost:
     """Inject a fault; return its cost once the run has recovered or ended. UsageError: it was not injected."""
-    injector = registry.find_runtime(run).faults(run)
+    injector = registry.find_runtime(run).injector(run)
     _await(lambda: _ready(run, fault), run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
     if run.summary.exists():
         raise UsageError(f"run {run.name!r} ended before step {fault.at_step}; nothing was injected")
@@ -291,7 +291,7 @@ def _draw_fault(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> Fa
     choices = [(kind, False) for kind in kinds]
     if not kinds:  # each kind that the run survives, by its weights for the program and the whole task
         elastic = run.started.min_workers is not None and bool(workers)
-        survived = registry.find_runtime(run).faults(run).storm
+        survived = registry.find_runtime(run).injector.storm
         for kind in KINDS.values():
             if kind.name in survived and kind.synchronous <= spec.kind.synchronous and kind.elastic <= elastic:
                 choices += [(kind.name, False)] * kind.draws + [(kind.name, True)] * kind.whole_draws

@@ -26,9 +26,7 @@ def resolve_config(
     code_dirs: Sequence[str] = (),
     cores: int = 0,
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
-    """Return the checked configuration, the folders of the user's modules in it, and a description of its data.
-
-    The description is empty if the data must be prepared first.
+    """Return the checked configuration, the folders of the user's modules in it, and a description of prepared data.
 
     Args:
         base: the `config.json` of a resumed or repeated run, which replaces the preset.
@@ -51,14 +49,12 @@ def check_config(
 ) -> dict[str, Any]:
     """Check that a configuration's data, model and loss fit together; the data must be prepared.
 
-    Built-in ones do. Others, and a model that is cut into stages, are tried, which takes as long as TensorFlow's import
-    unless `start` starts a process that has imported it. `environment` is that of the tasks; a stage may use
-    `memory_bytes`, 0 for any amount.
+    Built-in ones do. Others, and models cut into stages, are tried in the tasks' `environment`, which takes as long as
+    TensorFlow's import unless `start` starts a process that has imported it. A stage may use `memory_bytes`, 0 for any.
 
     Returns:
-        The result of `train.pipeline.stage_models.describe_partition` for a model with stages; under `unverified`
-        the operations that keep oneDNN off, see `train/startup/primitives.py`; under `missing` the variables that the
-        user's code looked for and did not find. Empty for built-in models.
+        The partition of a model with stages; under `unverified` the operations that keep oneDNN off, and `missing` the
+        variables that the user's code looked for and did not find. Empty for built-in models.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
     named.append(config.get("optimizer", {}).get("name", ""))

@@ -306,10 +306,6 @@ class Runtime(ABC):
         PrerequisiteError if the engine or scheduler does not answer.
         """
 
-    def faults(self, run: RunFolder) -> FaultInjector:
-        """Return the fault injector for the run's tasks."""
-        return self.injector(run)
-
 
 class ScheduledRuntime(Runtime):
     """A runtime whose tasks run where a scheduler places them: Slurm, or a Docker Swarm.

@@ -104,8 +104,6 @@ class Job:
     Attributes:
         partition: one or more Slurm partitions, separated by commas.
         time: the time limit, after which the job is queued again.
-        account: the account that is charged.
-        nodes: the number of nodes for the tasks.
         gpus_per_task: the number of GPUs of each task; only the chief and the workers use theirs.
         constraint: one or more constraints on a Swarm's nodes, in Docker's syntax, separated by commas.
     """

@@ -121,9 +121,18 @@ def batch_script(work: Workload) -> str:
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
     directives = []
     for option in sbatch_options(work):
-        name, given, value = option.partition("=")
-        directives.append(f"#SBATCH {name}{given}{shlex.quote(value) if given else ''}")
-    exports = (f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(work).items()))
+        name, equals, text = option.partition("=")
+        directives.append(f"#SBATCH {name}{equals}{shlex.quote(text) if equals else ''}")
+    payload = work.payload
+    more = payload.environment(work.cluster, payload.local_path())
+    given = {name: value for name, value in more.items() if value is not None}
+    own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
+    gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
+    elsewhere = {"TMPDIR", *payload.caller_variables}  # a node has another folder
+    exports = []
+    for name, value in sorted((process_variables() | given | own | gpus).items()):
+        if name not in elsewhere and not name.startswith("SLURM"):
+            exports.append(f"export {name}={shlex.quote(value)}")
     values = {
         "directives": "\n".join(directives),
         "exports": "\n".join(exports),
@@ -131,7 +140,7 @@ def batch_script(work: Workload) -> str:
         # The job of an elastic run survives the loss of a node.
         "losses": "--no-kill --wait=0" if work.elastic else f"--wait={LEAVE_S}",
         "step": step,
-        "agent": shlex.join([sys.executable, "-m", "cluster.agent", *work.payload.command()]),
+        "agent": shlex.join([sys.executable, "-m", "cluster.agent", *payload.command()]),
     }
     return string.Template(Path(__file__).with_name("slurm_job.sh").read_text()).safe_substitute(values)
 
@@ -274,15 +283,3 @@ def _sbatch(work: Workload) -> str:
     """Return the command that queues a batch script, exporting the variables whose values are not stored in the run."""
     names = work.payload.caller_variables
     return f"sbatch --export={','.join(names)}" if names else "sbatch"
-
-
-def _environment(work: Workload) -> dict[str, str]:
-    """Return the variables that all tasks share, whose nodes are not known yet."""
-    payload = work.payload
-    more = payload.environment(work.cluster, payload.local_path())
-    given = {name: value for name, value in more.items() if value is not None}
-    own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
-    gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
-    values = process_variables() | given | own | gpus
-    elsewhere = {"TMPDIR", *payload.caller_variables}  # a node has another folder
-    return {name: value for name, value in values.items() if name not in elsewhere and not name.startswith("SLURM")}

@@ -44,7 +44,6 @@ class SwarmNode:
     """A host of the Swarm.
 
     Attributes:
-        name: the host name.
         is_manager: whether its engine is the one to which commands are sent.
         engine: where its engine is reached; empty where its label does not say.
         obstacle: what keeps it from taking tasks, such as `down` or `drain`; empty where nothing does.

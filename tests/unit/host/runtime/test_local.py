@@ -156,7 +156,7 @@ def docker(run, monkeypatch) -> Engine:
 
 @pytest.fixture
 def faults(run, docker) -> FaultInjector:
-    return registry.find_runtime(run).faults(run)
+    return registry.find_runtime(run).injector(run)
 
 
 def test_a_signal_is_sent_inside_the_task_s_container(run, faults, docker):
