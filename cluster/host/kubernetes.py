@@ -21,7 +21,6 @@ from cluster.contract.run.joining import hub_port
 from cluster.contract.spec import TASK_PORT, ClusterSpec, Role
 from cluster.host.image import images
 from cluster.host.launch import configuration, planning
-from cluster.host.launch.planning import build_cluster, check_elastic_batch, elastic_record
 from cluster.host.options.request import PRESET, Request, check_together
 from cluster.host.runtime import resources
 from cluster.host.runtime.payload import data_words, parse_variables
@@ -249,7 +248,7 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         raise UsageError(f"--name {name!r}: Kubernetes takes {allowed}; choose such a name")
     cpus = spec.parse_count("cpus", requested_cpus, 1, 1024)
     gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
-    cluster = build_cluster(request)
+    cluster = planning.build_cluster(request)
     if gpus:
         planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)
         cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
@@ -258,8 +257,8 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
     config, _, _ = configuration.resolve_config(request, cores=cpus)
     planning.check_batch_and_precision(config, cluster)
-    elastic_run = elastic_record(request, request, cluster)
-    check_elastic_batch(elastic_run, cluster, config)
+    elastic_run = planning.elastic_record(request, request, cluster)
+    planning.check_elastic_batch(elastic_run, cluster, config)
     given = {name: os.environ[name] if value is None else value for name, value in parse_variables(request.env).items()}
     return Manifest(
         name=name,

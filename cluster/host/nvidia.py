@@ -48,7 +48,6 @@ class Machine:
 
     gpus: tuple[Gpu, ...]
     instances: tuple[Gpu, ...] = ()
-    """The MIG instances, if they were requested."""
     nvlinks: frozenset[tuple[str, str]] = frozenset()
     """The pairs of GPUs that NVLink connects, in both orders; empty if `nvidia-smi topo` failed."""
 
@@ -125,7 +124,6 @@ class GpuRequest:
     """The requested GPUs, checked as far as possible without information about the machine."""
 
     text: str
-    """The option, for messages."""
     ids: tuple[str, ...] = ()
     """The GPUs to choose from; empty for all of this machine."""
     count: int = 0

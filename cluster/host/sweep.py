@@ -20,7 +20,6 @@ from typing import Any
 
 from cluster.contract.run import claim, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import OutcomeState
 from cluster.contract.schema import Count, Number, Record
 from cluster.contract.spec import check_run_name
 from cluster.host.launch import folders, metrics_server, planning
@@ -67,13 +66,10 @@ class Sweep(Record):
 
     name: str
     options: tuple[str, ...]
-    """The options of `up` that all trials share, as command-line words."""
     overrides: tuple[str, ...]
-    """The words after `--` that all trials share."""
     code_dir: str = ""
     trials: tuple[Trial, ...]
     halving: Count = 0
-    """The step of the first rung; 0 without rungs."""
     rungs: dict[str, dict[str, Number]] = field(default_factory=dict)
     """The loss of each run at each rung that it has reached, keyed by the rung's step."""
     dropped: dict[str, Count] = field(default_factory=dict)
@@ -149,8 +145,10 @@ def run_sweep(sweep: Sweep, parallel: int) -> int:
             return EXIT_INTERRUPTED
     rows = best_first(sweep.name)
     print_lines(*listing.table_lines(rows))
-    done = {row["run"] for row in rows if row["result"] == OutcomeState.SUCCEEDED}
-    done |= {row["run"] for row in rows if row["result"] == OutcomeState.STOPPED and row["run"] in loop.sweep.dropped}
+    done = {row["run"] for row in rows if row["result"] == records.OutcomeState.SUCCEEDED}
+    done |= {
+        row["run"] for row in rows if row["result"] == records.OutcomeState.STOPPED and row["run"] in loop.sweep.dropped
+    }
     bad = [trial.run for trial in sweep.trials if trial.run not in done]
     print_lines(f"{counted(len(bad), 'trial')} failed: {', '.join(bad)}" if bad else f"next: {COMMAND} tensorboard")
     return EXIT_FAILED if bad else EXIT_DONE
@@ -222,7 +220,7 @@ class _Loop:
         if folders.in_progress(run):
             return ["wait", trial.run]
         summary = run.load_summary()
-        if summary and (summary.state != OutcomeState.STOPPED or trial.run in self.sweep.dropped):
+        if summary and (summary.state != records.OutcomeState.STOPPED or trial.run in self.sweep.dropped):
             return []
         return ["up", "--resume", trial.run, "--tensorboard-port=0"]
 

@@ -81,7 +81,6 @@ class CaseOutcome:
     code: int | None
     """The exit code of `up`; None if it did not end by itself."""
     problem: str = ""
-    """The reason of a failure; empty for a success."""
     seconds: float = 0.0
     keras: str | None = None
     losses: dict[int, float] = field(default_factory=dict)

@@ -29,7 +29,6 @@ from cluster.host.launch import configuration, folders, mirroring
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system import errors, processes
-from cluster.system.errors import ClusterError, TimedOut, UsageError
 from cluster.system.json_files import DISK_FULL
 from cluster.system.messages import COMMAND, plain, short_path, system_error
 from cluster.system.paths import ROOT
@@ -107,7 +106,7 @@ def takes_request(
             request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
             request = mirroring.locate_mirror(request)
             if request.name in COMMANDS:
-                raise UsageError(f"--name {request.name} is also a command; choose another name")
+                raise errors.UsageError(f"--name {request.name} is also a command; choose another name")
             if not request.script and ("--help" in words or "-h" in words):
                 print(configuration.ask_trainer(request, ["--", "-h"]))
                 return None
@@ -153,7 +152,7 @@ def normalise_environment() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise UsageError("the current folder was removed; change to one that exists, and try again") from None
+        raise errors.UsageError("the current folder was removed; change to one that exists, and try again") from None
     for name in [name for name in os.environ if name.startswith("PYTHON") and name not in KEPT_VARIABLES]:
         del os.environ[name]
     for closed in [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]:
@@ -172,7 +171,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
         return None if code is None else Exit(code=code)
     except Exit as ended:
         return ended
-    except ClusterError as error:
+    except errors.ClusterError as error:
         message, code = f"error: {plain(str(error))}", error.exit_code
     except UnexpectedExit as error:
         code = error.result.exited if error.result.exited in KNOWN_CODES else errors.EXIT_FAILED
@@ -243,7 +242,7 @@ def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[
                 return c.run(command, **how)
         except CommandTimedOut as error:
             message = f"{command!r} did not end in {bound_s:g} s and was killed; see whether `docker info` answers"
-            raise TimedOut(message) from error
+            raise errors.TimedOut(message) from error
 
     return sh
 

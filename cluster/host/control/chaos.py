@@ -162,7 +162,6 @@ class _Watch:
         workers = [task.name for task in cluster.of(Role.WORKER)]
         dispensable = least is not None and len(workers) > least and fault.task in workers
         self.is_left_out = self.kind.elastic and dispensable
-        """Whether the run will continue without the task."""
         self.unnoticed = self.kind.unnoticed or (self.kind.lasts and len(cluster.tasks) == 1)
         """Whether no agent reacts to the fault, so that it must be undone after `SLOW_S`."""
 

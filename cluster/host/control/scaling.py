@@ -17,7 +17,6 @@ from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.control import foreground
 from cluster.host.launch import folders, planning, startup
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.planning import build_cluster
 from cluster.host.launch.resuming import inherit_topology
 from cluster.host.options.request import Request
 from cluster.host.runtime.base import Shell
@@ -87,7 +86,7 @@ def plan_scaling(run: RunFolder, workers: int | None, ps: int | None = None, *, 
         raise UsageError(f"run {run.name!r} is a pipeline, cut into {previous.stages} stages; {commands}")
     runtime = run.load_started().runtime or "auto"
     requested = Request(resume=run.name, workers=workers, ps=ps, runtime=runtime, tensorboard_port="0", trust=trust)
-    _check_size(run, membership.cluster(run), build_cluster(inherit_topology(requested, previous)))
+    _check_size(run, membership.cluster(run), planning.build_cluster(inherit_topology(requested, previous)))
     return planning.plan(requested, stops_first=True)
 
 

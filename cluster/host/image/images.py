@@ -27,7 +27,6 @@ from cluster.system.paths import ROOT
 
 ACCELERATORS = ("cpu", "gpu")
 PYTHON = "3.11"
-"""The version of Python in the images."""
 IMAGES = ("train", "tensorboard")
 """The images, named like their stages of the Dockerfile."""
 

@@ -285,7 +285,6 @@ class Uploader:
         self._unfit: set[str] = set()
         """Checkpoints that were damaged or deleted before they were uploaded."""
         self._written_at: list[int] = []
-        """The modification times of the records in the mirror."""
         self._reported: mirror.Upload | None = None
 
     def main(self) -> None:

@@ -39,9 +39,7 @@ class Plan(Workload):
     """The request with the options that it inherits from the run that it resumes or repeats."""
     runtime: Runtime
     why_runtime: str
-    """The runtime and the reason for it, in words."""
     compose: dict[str, Any]
-    """The runtime's description of the tasks, as saved in `compose.json`."""
     config: dict[str, Any]
     data: str
     """A description of the prepared data; empty if the data must still be prepared."""
@@ -50,9 +48,7 @@ class Plan(Workload):
     mirror: str = ""
     """The URL of the object store that mirrors the run, without credentials."""
     mirror_id: str = ""
-    """The identifier of the run's files in the mirror."""
     previous: RunFolder | None = None
-    """The run that is resumed or repeated."""
     init: tuple[Path, ...] = ()
     about_resuming: tuple[str, ...] = ()
 

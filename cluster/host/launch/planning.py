@@ -17,8 +17,6 @@ from cluster.host import nvidia
 from cluster.host.launch import configuration, packages, resuming, user_files
 from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, in_progress, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.user_files import check_path, check_script
-from cluster.host.nvidia import Placement
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, check_together
 from cluster.host.runtime import mirror, registry, warm
@@ -51,7 +49,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
 
     runtime, why_runtime = registry.choose_runtime(request.runtime or registry.AUTO, cluster.kind)
     job = _job(typed, request, runtime, cluster)
-    gpus = Placement() if runtime.is_remote else _place(typed, started.gpus, run, cluster)
+    gpus = nvidia.Placement() if runtime.is_remote else _place(typed, started.gpus, run, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
         cluster = cluster.with_devices(devices_each, request.strategy or strategies.AUTO)
     check_devices(request, cluster, devices_each)
@@ -151,10 +149,10 @@ def check_devices(request: Request, cluster: ClusterSpec, gpus: int) -> None:
         raise UsageError(f"{given}: {have}; for {tasks} replicas use --workers {tasks - 1}, or --gpus")
 
 
-def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster: ClusterSpec) -> Placement:
+def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster: ClusterSpec) -> nvidia.Placement:
     requested = nvidia.choose_request(typed.gpus, recorded, cluster.devices)
     if requested is None:
-        return Placement()
+        return nvidia.Placement()
     check_gpus(requested.text, typed, cluster)  # before nvidia-smi is asked
     machine = nvidia.read_machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
     busy: dict[str, str] = {}
@@ -194,14 +192,14 @@ def _resolve(
     request: Request, base: Path | None, started: Started, runtime: Runtime, cores: int
 ) -> tuple[dict[str, Any], Payload, str]:
     """Return the run's `config.json`, the payload of its tasks, and a description of the prepared data."""
-    check_path("requirements", request.requirements)
+    user_files.check_path("requirements", request.requirements)
     requirements = settings.expanded("requirements", request.requirements).absolute() if request.requirements else None
     env = tuple(request.env)
     payload = Payload(requirements=requirements, env=env, secrets=parse_secrets(request.secret, env))
     config: dict[str, Any] = {}
     data = ""
     if request.script:
-        script = check_script(request.script, runs_dir())
+        script = user_files.check_script(request.script, runs_dir())
         arguments, separate_chief = tuple(request.arguments), request.separate_chief
         payload = replace(payload, script=script, arguments=arguments, separate_chief=separate_chief)
     else:

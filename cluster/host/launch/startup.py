@@ -17,20 +17,17 @@ from typing import Any
 from cluster.contract import kept_results, settings, tf_config, user_code
 from cluster.contract.run import claim, owner, provenance, records
 from cluster.contract.run.launch_records import Started
-from cluster.contract.run.records import AfterStop, StopRequest
 from cluster.contract.schema import Record, dictionary
 from cluster.host.image import checkout, images, locks
 from cluster.host.launch import folders, metrics_server, mirroring, packages, planning, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.user_files import lay_out
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import Payload, data_words, python_path, recorded_variables
 from cluster.host.view import interrupts
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError
-from cluster.system.files import files_sha256, sha256
 from cluster.system.json_files import write_json
 from cluster.system.messages import counted, short_path
 from cluster.system.paths import ROOT
@@ -93,7 +90,7 @@ def continue_run(plan: Plan, sh: Shell) -> None:
         # Check again, since tasks ran until now and could change the records that the new note will cover.
         provenance.check_trusted(plan.run)
     provenance.note_rewriting(plan.run)
-    if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
+    if (stop := _start_generation(plan)) and stop.then == records.AfterStop.END:
         plan.run.request_stop(stop.by)  # another command's request, too late for the tasks that have ended
     _start_tasks(plan, sh, continues=True)
 
@@ -236,7 +233,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         provenance.note_rewriting(plan.run)
     plan.run.create()
     if script := plan.runtime.seen(plan.payload).script:
-        lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
+        user_files.lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
     if plan.payload.packages:
         with files.open_file(plan.run.path / packages.RESOLVED, "wb") as file:
             file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
@@ -272,7 +269,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     _start_generation(plan)
 
 
-def _start_generation(plan: Plan) -> StopRequest | None:
+def _start_generation(plan: Plan) -> records.StopRequest | None:
     """Write the plan's cluster, begin a generation, and clear the previous one's records; return its stop request.
 
     The order matters: a command that watches the run waits while there is a request to stop for another size, and then
@@ -301,11 +298,13 @@ def _write_manifest(plan: Plan) -> None:
         "schema": SCHEMA,
         "run": plan.run.name,
         "code": _code(),
-        "locks": {f"{target}.lock": sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS},
+        "locks": {
+            f"{target}.lock": files.sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS
+        },
         "runtime": plan.runtime.name,
         "network": plan.network.name,
         "image": plan.runtime.image(plan),
-        "config": plan.config | ({"script": script.name, "script_sha256": sha256(script)} if script else {}),
+        "config": plan.config | ({"script": script.name, "script_sha256": files.sha256(script)} if script else {}),
         "init": user_files.hash_weights(plan.run.init),
         "own_code": _own_code(plan.payload),
         "elastic": dict(plan.elastic),
@@ -326,12 +325,12 @@ def _own_code(payload: Payload) -> dict[str, str]:
     """Return a hash of each folder of the user's modules, by its position and name, and of their requirements."""
     hashes = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
     if payload.requirements:
-        hashes[payload.requirements.name] = sha256(payload.requirements)
+        hashes[payload.requirements.name] = files.sha256(payload.requirements)
     return hashes
 
 
 def _tree(folder: Path) -> str:
-    return files_sha256(folder, _modules(folder))
+    return files.files_sha256(folder, _modules(folder))
 
 
 def _modules(folder: Path) -> Iterator[str]:

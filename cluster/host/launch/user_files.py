@@ -17,7 +17,6 @@ from cluster.host.launch.folders import find_run
 from cluster.host.runtime.payload import Payload
 from cluster.system import files
 from cluster.system.errors import RunFailed, UsageError
-from cluster.system.files import make_folder
 
 WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
 """The suffixes of weight files that `train/model/initial_weights.py` can read."""
@@ -101,7 +100,7 @@ def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, seen_at: Path |
     folder = payload.script.parent
     for task in spec.tasks:
         work = run.work(task.name)
-        make_folder(work)  # does not follow a link that an earlier attempt of the script may have left
+        files.make_folder(work)  # does not follow a link that an earlier attempt of the script may have left
         for entry in folder.iterdir():
             if run.path.resolve().is_relative_to(os.path.realpath(entry)):
                 continue  # it contains the run: walking through the link would not terminate

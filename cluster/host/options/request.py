@@ -24,7 +24,6 @@ from cluster.system.messages import COMMAND, either
 from cluster.system.paths import ROOT
 
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
-"""The names of option types in TOML."""
 _TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (bool,), Sequence[str]: (list,)}
 """The types of an option, by the annotation of its field."""
 

@@ -39,7 +39,6 @@ class RunFile:
 
     path: Path
     options: Mapping[str, Any]
-    """The values of fields of `Request`."""
     train: tuple[str, ...]
     """The overrides of the training configuration, as words of a command line."""
     args: tuple[str, ...]

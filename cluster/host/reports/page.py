@@ -15,7 +15,6 @@ from typing import Any
 from cluster.contract.results import stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import EVALUATED, Pace, Paces
 from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import listing
 from cluster.host.view.columns import cell, thinned
@@ -78,10 +77,12 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
 
 def _curves(run: RunFolder) -> str:
     found = read_curves(run)
-    titles = dict.fromkeys(name.removeprefix(EVALUATED) for name in found)
+    titles = dict.fromkeys(name.removeprefix(records.EVALUATED) for name in found)
     drawn = []
     for title in titles:
-        drawn.append(draw_curves(title, {name: found[name] for name in (title, EVALUATED + title) if name in found}))
+        drawn.append(
+            draw_curves(title, {name: found[name] for name in (title, records.EVALUATED + title) if name in found})
+        )
     return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn)}</div>' if drawn else ""
 
 
@@ -90,12 +91,12 @@ def _cluster(run: RunFolder) -> str:
     rows = []
     for task in spec.tasks:
         beat = beats.get(task.name)
-        pace = (beat and beat.pace) or Pace()
+        pace = (beat and beat.pace) or records.Pace()
         ms = (pace.step_ms or {}).get("p50")
         shown = [cell(ms, "{:.1f}"), cell(pace.busy_share, "{:.0%}"), cell(pace.input_share, "{:.0%}")]
         rows.append([task.name, task.address, beat.state if beat else "-", beat.restarts if beat else 0, *shown])
     head = ["task", "address", "state", "restarts", "ms a step", "busy", "input"]
-    slow = "".join(f"<p>{escape(line)}</p>" for line in stragglers.lines(summary.pace if summary else Paces()))
+    slow = "".join(f"<p>{escape(line)}</p>" for line in stragglers.lines(summary.pace if summary else records.Paces()))
     return _rows(head, rows, numbers=range(3, 7)) + slow
 
 

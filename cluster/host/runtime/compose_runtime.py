@@ -21,12 +21,9 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Task
 from cluster.host import nvidia
 from cluster.host.image import engine, images
-from cluster.host.image.engine import Availability
-from cluster.host.nvidia import NO_DEVICE
 from cluster.host.runtime import resources
 from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
 from cluster.host.runtime.payload import Payload, container_variables
-from cluster.host.runtime.resources import EGRESS, Memory, Network
 from cluster.system import files, memory
 from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.messages import COMMAND
@@ -45,7 +42,7 @@ GPU_LIMITS = {"memlock": -1, "stack": 64 * 2**20}
 """NCCL locks the memory that GPUs read, and its threads need the stack size with which NVIDIA's images are run."""
 NETWORK_INTERFACE = "eth0"
 """The interface of the cluster's network in a container: Compose attaches networks in the order of their names."""
-NO_GPU = {"CUDA_VISIBLE_DEVICES": NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": nvidia.NO_DEVICE, "NVIDIA_VISIBLE_DEVICES": "void"}
 """The variables of tasks without GPUs: an engine whose default runtime is NVIDIA's could expose all GPUs."""
 RUN_LABEL = "tf-cluster.run"
 """The label of a run's containers and networks whose value is the run's name."""
@@ -79,7 +76,7 @@ def render_overlay(work: Workload) -> dict[str, Any]:
 
 
 def _has_way_out(work: Workload) -> bool:
-    return work.payload.script is not None or work.network.name == EGRESS
+    return work.payload.script is not None or work.network.name == resources.EGRESS
 
 
 def literal(value: Any) -> Any:
@@ -360,7 +357,7 @@ class Compose(ContainerRuntime):
     board = "docker"
     injector = ContainerFaults
 
-    def probe(self) -> Availability:
+    def probe(self) -> engine.Availability:
         return engine.probe()
 
     def examine(self) -> list[Finding]:
@@ -369,16 +366,16 @@ class Compose(ContainerRuntime):
             return [Finding("docker", "ok", answer.detail)]
         return [Finding("docker", "warning", answer.detail, f"{answer.fix}; until then runs are local")]
 
-    def memory(self, requested: str, num_tasks: int) -> Memory:
+    def memory(self, requested: str, num_tasks: int) -> resources.Memory:
         total_bytes = engine.memory_bytes()
         share_bytes = int(total_bytes * resources.SHARED) // num_tasks
-        return Memory(requested, resources.parse_memory(requested) or share_bytes, total_bytes)
+        return resources.Memory(requested, resources.parse_memory(requested) or share_bytes, total_bytes)
 
-    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> resources.Network:
         if (requested or previous) != resources.EGRESS:
             return super().network(requested, previous, way_out=way_out, serves=serves)
         warning = f"{resources.EXPOSED}: this machine has an address in the tasks' network (--network egress)"
-        return Network(resources.EGRESS, resources.EGRESS, warning if serves else "")
+        return resources.Network(resources.EGRESS, resources.EGRESS, warning if serves else "")
 
     def describe(self, work: Workload) -> dict[str, Any]:
         return render_overlay(work)

@@ -15,7 +15,6 @@ from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
 from cluster.host import nvidia
 from cluster.host.image.engine import Availability
-from cluster.host.nvidia import NO_DEVICE, Placement
 from cluster.host.runtime import namespaces, resources, supervisor, warm
 from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
@@ -182,7 +181,7 @@ def processes_of(
     data_dir: Path,
     command: list[str],
     more: Mapping[str, str | None] | None = None,
-    gpus: Placement | None = None,
+    gpus: nvidia.Placement | None = None,
     network: str = HOST,
 ) -> dict[str, Any]:
     """Return the local form of `compose.json`: each task's command and additional environment.
@@ -190,7 +189,7 @@ def processes_of(
     `command` are the agent's arguments, empty for the built-in trainer. Every task also gets the variables `more`, of
     which None means the caller's value. Without `gpus` no task sees any GPU.
     """
-    more, gpus = more or {}, gpus or Placement()
+    more, gpus = more or {}, gpus or nvidia.Placement()
     values = {name: value for name, value in more.items() if value is not None}
     tasks = {}
     for task in spec.tasks:
@@ -201,7 +200,7 @@ def processes_of(
             if network == PRIVATE:
                 environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may not exist in there
         else:
-            environment["CUDA_VISIBLE_DEVICES"] = NO_DEVICE  # whatever the caller sees
+            environment["CUDA_VISIBLE_DEVICES"] = nvidia.NO_DEVICE  # whatever the caller sees
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {"command": [sys.executable, "-m", "cluster.agent", *command], "environment": environment}

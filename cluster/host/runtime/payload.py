@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import settings
-from cluster.contract.settings import SECRET_FILES
 from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import UsageError
 
@@ -27,7 +26,7 @@ _VARIABLES: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".to
 PREFIXES, DEVICE_PREFIXES = _VARIABLES["prefixes"], _VARIABLES["device_prefixes"]
 PROXIES = _VARIABLES["proxies"]
 PROCESS = frozenset(_VARIABLES["process"])
-NEVER_INHERITED = frozenset([*_VARIABLES["never_inherited"], SECRET_FILES])
+NEVER_INHERITED = frozenset([*_VARIABLES["never_inherited"], settings.SECRET_FILES])
 NEVER_SET = NEVER_INHERITED | {"PYTHONPATH", "RUNS_DIR"}
 """The variables that `--env` cannot set, because they are set for each task or in the environment of `up`."""
 
@@ -115,7 +114,6 @@ class Payload:
     code_dirs: tuple[Path, ...] = ()
     requirements: Path | None = None
     packages: Path | None = None
-    """The folder with the packages of `requirements`."""
     separate_chief: bool = False
     """Whether the script's TF_CONFIG has a chief; most scripts expect only workers."""
     env: tuple[str, ...] = ()
@@ -157,7 +155,7 @@ class Payload:
         if path:
             variables["PYTHONPATH"] = os.pathsep.join(path)
         if self.secrets:
-            variables[SECRET_FILES] = json.dumps({name: str(file) for name, file in self.secrets.items()})
+            variables[settings.SECRET_FILES] = json.dumps({name: str(file) for name, file in self.secrets.items()})
         if self.script is None:
             return variables
         variables["PYTHONUNBUFFERED"] = "1"

@@ -32,7 +32,6 @@ from cluster.contract.results import summary
 from cluster.contract.run import launch_records, owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.records import EndedAttempt
 from cluster.host.runtime import namespaces
 from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import HOST, PRIVATE
@@ -164,7 +163,7 @@ class Supervisor:
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
         self._stop_timers: dict[str, processes.StopTimer] = {}
-        self._failures: dict[str, list[EndedAttempt]] = {name: [] for name in self.tasks}
+        self._failures: dict[str, list[records.EndedAttempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
         """When to start or restart each agent that does not run, by the monotonic clock."""
 
@@ -227,7 +226,7 @@ class Supervisor:
         kind = ends.classify_code(code, out_of_memory=False)
         saved, step = max(self.run.saved_steps, default=-1), step_record.newest_step(self.run, self.run.generation)
         tried = self._failures[name]
-        tried.append(EndedAttempt(kind, step, saved))
+        tried.append(records.EndedAttempt(kind, step, saved))
         if count := attempt_limits.count_over_limit(tried, *attempt_limits.restart_limits(self.run)):
             why = f"{processes.describe_exit(code)} on {socket.gethostname()}; see {self.run.log(name)}"
             cause = f"its agent failed {counted(count, 'time')} without progress: {why}"

@@ -24,13 +24,10 @@ from cluster.system.waiting import wait_until
 AUTO = "auto"
 PORT = 6006
 FREE_PORTS = 100
-"""Number of ports to try, from `PORT`."""
 START_TIMEOUT_S = 60.0
 ANSWER_S = 1.0
-"""Timeout of a request."""
 POLL_S = 0.2
 PROGRAM = ROOT / "docker" / "board.py"
-"""The program of the process, and of the image."""
 PROCESS, CONTAINER = "local", "docker"
 """The ways to run TensorBoard; `Runtime.board` is one of them."""
 

@@ -41,7 +41,6 @@ IN_PROGRESS = frozenset(
 )
 """States of a job that is running or queued, or will be queued again, as after preemption or the loss of a node."""
 IN_USE = frozenset({"idle", "allocated", "mixed", "completing", "planned", "reserved"})
-"""States of available nodes."""
 UNAVAILABLE = "node configuration is not available"
 TEMPORARY = ("contact", "timed out", "temporarily", "busy")
 """Parts of Slurm's error messages about temporary problems, which are not due to the job."""

@@ -27,7 +27,6 @@ from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import compose_runtime, resources
 from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
-from cluster.host.runtime.compose_runtime import RUN_LABEL, ContainerFaults, ContainerRuntime
 from cluster.host.runtime.resources import ENCRYPTED, Job, Memory, Network, parse_memory
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
 from cluster.system.messages import last_output_line
@@ -140,7 +139,7 @@ def secret_name(stack: str, variable: str) -> str:
 
 def render_stack(work: Workload) -> dict[str, Any]:
     """Return the stack of a run."""
-    labels = {RUN_LABEL: work.run.name}
+    labels = {compose_runtime.RUN_LABEL: work.run.name}
     network: dict[str, Any] = {"driver": "overlay", "internal": not work.payload.script, "labels": labels}
     if work.network.name == ENCRYPTED:
         network["driver_opts"] = {"encrypted": "true"}
@@ -201,7 +200,7 @@ def constraints(job: Job) -> list[str]:
     return [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
 
 
-class SwarmFaults(ContainerFaults):
+class SwarmFaults(compose_runtime.ContainerFaults):
     """Injects faults into the containers of a stack."""
 
     storm = frozenset({"kill", "pause", "slow", "corrupt"})
@@ -239,7 +238,7 @@ END_S = 90.0
 POLL_S = 0.5
 
 
-class Swarm(ContainerRuntime, ScheduledRuntime):
+class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
     """Services of a Docker Swarm, whose hosts share the folders of runs and data."""
 
     name = "swarm"

@@ -24,7 +24,6 @@ from cluster.host.view.live import print_logs
 from cluster.host.view.status import read_status, status_table
 from cluster.system import files
 from cluster.system.errors import RunFailed, UsageError
-from cluster.system.files import write_text
 from cluster.system.messages import COMMAND, counted, either, short_path, size
 from cluster.system.terminal import print_lines, print_wait
 
@@ -147,7 +146,7 @@ def report(c, run=None, output=""):
     path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
     if not path.parent.is_dir():
         raise UsageError(f"--output {str(path)!r}: the folder {path.parent} does not exist; create it")
-    write_text(path, page.render_page(folder))
+    files.write_text(path, page.render_page(folder))
     print(short_path(path))
 
 
