@@ -184,18 +184,14 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
             raise
         code = errors.EXIT_UNREAD
     except OSError as error:
-        message, code = f"error: {_explained(error)}", errors.EXIT_FAILED
+        text = f"{system_error(error)}; correct that and try again"
+        if error.errno in DISK_FULL and not error.filename:
+            where = f"{short_path(folders.runs_dir())}, or a temporary folder"
+            text = f"{where}: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
+        message, code = f"error: {text}", errors.EXIT_FAILED
     except KeyboardInterrupt:
         message, code = "interrupted", errors.EXIT_INTERRUPTED
     return Exit(message, code=code)
-
-
-def _explained(error: OSError) -> str:
-    """Return an error of the operating system with a fix; the error may lack a file name."""
-    if error.errno in DISK_FULL and not error.filename:
-        where = short_path(folders.runs_dir())
-        return f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR elsewhere"
-    return f"{system_error(error)}; correct that and try again"
 
 
 def ask_user(question: str) -> str:
@@ -255,17 +251,15 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
     engine behind it would run on and hold up its caller.
     """
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.process: subprocess.Popen[bytes] | None = None
-        self._interrupts = 0
+    process: subprocess.Popen[bytes]
+    _interrupts = 0
 
     def run(self, command: str, **options: Any) -> Result:
         """Run a command; `KeyboardInterrupt` if it was interrupted, whatever it ended with."""
         try:
             result = super().run(command, **options)
         except KeyboardInterrupt:
-            if self.process is not None and not self._interrupts:  # invoke passes on only what comes while it waits
+            if hasattr(self, "process") and not self._interrupts:  # invoke passes on only what comes while it waits
                 self._signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     processes.wait(self.process, INTERRUPTED_S)
@@ -302,18 +296,15 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        assert self.process is not None
         processes.signal_group(self.process, number)
 
     @property
     def process_is_finished(self) -> bool:
         """Whether the command has ended; it is not reaped before `returncode`, so that its group can be killed."""
-        assert self.process is not None
         return processes.has_ended(self.process)
 
     def returncode(self) -> int:
         """Reap the command and whatever it left behind in its process group; return its exit code."""
-        assert self.process is not None
         if self._interrupts:
             self.kill()  # whatever ignores the interrupt
         return self.process.wait()

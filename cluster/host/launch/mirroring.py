@@ -323,7 +323,6 @@ class Uploader:
             self._replace(self._store, EXPORT, max(self._run.saved_steps, default=0), self._run.export)
 
     def _notice_end(self) -> bool:
-        """Return whether the run has ended since the last call."""
         if self._ended:
             return False
         self._monitor.look()

@@ -150,7 +150,6 @@ class Plan(Workload):
         }
 
     def _pipeline(self) -> dict[str, Any] | None:
-        """Return the stages of the model; None for other strategies, or while the data is not prepared."""
         if not self.cluster.kind.staged or not self.data:
             return None
         stages, micro_batches = self.cluster.stages, self.config["micro_batches"]
@@ -174,7 +173,6 @@ class Plan(Workload):
         return max(1, (self.memory.task_bytes - TASK_MEMORY_BYTES) // self.cluster.devices)
 
     def _training(self) -> dict[str, Any] | None:
-        """Return the numerics that follow from the configuration and the cluster; None for a script."""
         settings, batch = self.config.get("optimizer"), self.config.get("global_batch")
         if settings is None or batch is None:
             return None

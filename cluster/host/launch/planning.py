@@ -14,7 +14,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import GPUS, Started
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host import nvidia
-from cluster.host.launch import configuration, packages, resuming, user_files
+from cluster.host.launch import configuration, resuming, user_files
 from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, in_progress, runs_dir
 from cluster.host.launch.plan import Plan
 from cluster.host.options import run_file
@@ -114,7 +114,6 @@ def _warm_s(typed: Request) -> float:
 
 
 def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpec) -> Job:
-    """Return the request to the scheduler; empty for a runtime without one."""
     check_needs(typed, {Needs.QUEUE: runtime.is_remote})
     if not runtime.is_remote:
         return Job()
@@ -203,11 +202,11 @@ def _resolve(
         arguments, separate_chief = tuple(request.arguments), request.separate_chief
         payload = replace(payload, script=script, arguments=arguments, separate_chief=separate_chief)
     else:
-        here = packages.install_packages(requirements, registry.LOCAL.python) if requirements else None
+        here = user_files.install_packages(requirements, registry.LOCAL.python) if requirements else None
         config, code_dirs, data = configuration.resolve_config(request, base, here, started.code_dirs, cores)
         payload = replace(payload, code_dirs=code_dirs)
     if requirements:
-        payload = replace(payload, packages=packages.install_packages(requirements, runtime.python))
+        payload = replace(payload, packages=user_files.install_packages(requirements, runtime.python))
     return config or payload.to_json(), payload, data
 
 

@@ -19,10 +19,10 @@ from cluster.contract.run import claim, owner, provenance, records
 from cluster.contract.run.launch_records import Started
 from cluster.contract.schema import Record, dictionary
 from cluster.host.image import checkout, images, locks
-from cluster.host.launch import folders, metrics_server, mirroring, packages, planning, user_files
+from cluster.host.launch import folders, metrics_server, mirroring, planning, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.runtime import mirror, registry, tensorboard
+from cluster.host.runtime import compose_runtime, mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import Payload, data_words, python_path, recorded_variables
 from cluster.host.view import interrupts
@@ -123,8 +123,9 @@ def list_commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to show or paste. The last ones need the run folder."""
     prepare = [] if plan.payload.script else [_data_command(plan)]  # a script gets its own data
     found = [*prepare, *plan.runtime.commands(plan)]
-    if plan.tensorboard_port != 0:
-        found += tensorboard.start_commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
+    if plan.tensorboard_port != 0 and plan.runtime.board == tensorboard.CONTAINER:
+        port = plan.tensorboard_port or tensorboard.PORT
+        found.append(compose_runtime.tensorboard_command(runs_dir(), port, "up", "--detach", "tensorboard"))
     return found
 
 
@@ -235,8 +236,8 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     if script := plan.runtime.seen(plan.payload).script:
         user_files.lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
     if plan.payload.packages:
-        with files.open_file(plan.run.path / packages.RESOLVED, "wb") as file:
-            file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
+        with files.open_file(plan.run.path / user_files.RESOLVED, "wb") as file:
+            file.write((plan.payload.packages / user_files.RESOLVED).read_bytes())
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # mounted by the tasks, though nothing was prepared
     user_files.copy_weights(plan.init, plan.run.init)

@@ -68,7 +68,6 @@ def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
 
 
 def _reap_until(child: int) -> int:
-    """Wait for the child, reap adopted processes, and continue the child if it is stopped; return its exit code."""
     recorded = processes.identity(child)
     while True:
         pid, status = os.waitpid(-1, os.WUNTRACED)

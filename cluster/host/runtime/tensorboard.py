@@ -58,13 +58,6 @@ def port_problem(runs_dir: Path, port: int) -> str:
     return ""
 
 
-def start_commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
-    """Return the commands of `start`, to show or paste; none for a process, which is started without a shell."""
-    if board == PROCESS:
-        return []
-    return [compose_runtime.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
-
-
 def start(
     runs_dir: Path,
     port: int | None,
@@ -131,7 +124,6 @@ class _Board(Record):
 
 
 def _record(runs_dir: Path) -> dict[str, Any] | None:
-    """Return the record of TensorBoard; None if none was started or the record is damaged."""
     record = records.read_record(_record_path(runs_dir), dictionary(_Board), None)
     return record if record and (record["runtime"] == CONTAINER or record["process"]) else None
 

@@ -154,7 +154,6 @@ class EarlySupervisor:
         self._begin()
 
     def _begin(self) -> None:
-        """Start a new process, which imports."""
         end()  # the kept process hangs, or its imports are outdated
         self._imported = False
         self._connection, theirs = socket.socketpair()
@@ -345,7 +344,6 @@ def _listen(listener: socket.socket) -> int:
 
 
 def _inode() -> int:
-    """Return the inode of this checkout's socket; 0 if there is none."""
     with contextlib.suppress(OSError), _folder() as folder:
         return os.stat(SOCKET, dir_fd=folder, follow_symlinks=False).st_ino
     return 0

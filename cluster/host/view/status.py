@@ -263,7 +263,6 @@ def _next_commands(run: RunFolder, state: str) -> list[str]:
 
 
 def _failure(run: RunFolder, summary: Summary) -> list[str]:
-    """Return the failures in a box, the root cause last."""
     cause = summary.failure or Cause()
     after = f"{summary.wall_s:.1f} s" if run.script else counted(summary.steps, "step")
     inside = [f"run {run.name} failed after {after}"]

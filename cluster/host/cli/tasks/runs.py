@@ -13,7 +13,7 @@ from cluster.host.cli.command_line import ask_user, parse_options, shell, show, 
 from cluster.host.control import ending, scaling
 from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
-from cluster.host.launch import folders, packages, startup
+from cluster.host.launch import folders, startup, user_files
 from cluster.host.options.request import OPTIONS
 from cluster.host.reports import listing, page
 from cluster.host.runtime import registry
@@ -208,7 +208,7 @@ def _run(c, run, verb, *words, trust):
         raise UsageError(f"{verb} {folder.name}: {why}; do it there, or name a run of the built-in trainer")
     path = [*folder.started.code_dirs]
     if named := folder.started.requirements:
-        path.append(str(packages.install_packages(Path(named), registry.LOCAL.python)))
+        path.append(str(user_files.install_packages(Path(named), registry.LOCAL.python)))
     path += python_path()
     where = ["--run-dir", str(folder.path), "--data-dir", str(folders.data_dir())]
     command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
