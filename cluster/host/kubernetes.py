@@ -34,6 +34,26 @@ GRACE_S = 60
 WAIT_S = 3600
 """The timeout of the rendezvous: how long tasks wait for others to be scheduled before the run fails."""
 GPU = "nvidia.com/gpu"
+REPLICA_TYPES = {Role.CHIEF: "Chief", Role.WORKER: "Worker", Role.PS: "PS", Role.EVALUATOR: "Evaluator"}
+INDEX = "JOB_COMPLETION_INDEX"
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+"""A valid name: pods append up to 23 characters to it, and a label of a host name has at most 63."""
+MEMORY, CPUS, CLAIM = "4GiB", "2", "tf-cluster"
+MAX_GPUS = 64
+NOT_RENDERED = (
+    *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
+    *("resume", "mirror", "trust", "fresh", "detach", "init_from", "reuse_data"),
+    *("tensorboard_port", "metrics_port"),
+    *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
+    "secret",
+)
+"""Options about the machine of `up`, or that need code which is not in the image."""
+WARNING = (
+    "warning: TensorFlow's servers have no authentication, and only a network plugin that enforces network policies "
+    "keeps others from them: see docs/guides/kubernetes.md"
+)
+NUMBER = re.compile(r"[-+.0-9][-+.0-9_a-fA-FoOxX]*")
+"""Text that may be a number in a different version of YAML than PyYAML's, such as 1e100."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +133,6 @@ def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
     values |= manifest.environment
     # A `$` of theirs begins no reference.
     return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
-
-
-REPLICA_TYPES = {Role.CHIEF: "Chief", Role.WORKER: "Worker", Role.PS: "PS", Role.EVALUATOR: "Evaluator"}
-INDEX = "JOB_COMPLETION_INDEX"
 
 
 def place_tasks(kind: str, cluster: ClusterSpec, name: str) -> ClusterSpec:
@@ -202,12 +218,6 @@ def data_job(manifest: Manifest) -> dict[str, Any]:
     return manifest.make("data_job", "data", command=command, arguments=arguments, grace_s=5)
 
 
-NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-"""A valid name: pods append up to 23 characters to it, and a label of a host name has at most 63."""
-MEMORY, CPUS, CLAIM = "4GiB", "2", "tf-cluster"
-MAX_GPUS = 64
-
-
 def render(
     request: Request, kind: str = "jobset", image: str = "", claim: str = CLAIM, cpus: str = CPUS, *, data: bool = False
 ) -> list[dict[str, Any]]:
@@ -224,20 +234,6 @@ def render(
     if data:
         return [data_job(manifest)]
     return [records(manifest), network_policy(manifest), render_job(manifest)]
-
-
-NOT_RENDERED = (
-    *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
-    *("resume", "mirror", "trust", "fresh", "detach", "init_from", "reuse_data"),
-    *("tensorboard_port", "metrics_port"),
-    *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
-    "secret",
-)
-"""Options about the machine of `up`, or that need code which is not in the image."""
-WARNING = (
-    "warning: TensorFlow's servers have no authentication, and only a network plugin that enforces network policies "
-    "keeps others from them: see docs/guides/kubernetes.md"
-)
 
 
 def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> Manifest:
@@ -277,10 +273,6 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         gpus=gpus,
         environment=({"NCCL_DEBUG": "WARN"} if gpus else {}) | given,
     )
-
-
-NUMBER = re.compile(r"[-+.0-9][-+.0-9_a-fA-FoOxX]*")
-"""Text that may be a number in a different version of YAML than PyYAML's, such as 1e100."""
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # it has no types

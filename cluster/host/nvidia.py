@@ -28,6 +28,9 @@ _NVLINK = re.compile(r"NV\d+")
 _INDEX = re.compile(r"GPU(\d+)")
 _UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")
 _INSTANCE = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
+MAX_GPUS = 1024
+NO_DEVICE = "-1"
+"""The value of CUDA_VISIBLE_DEVICES that hides all devices."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,6 @@ def check_environment() -> None:
         problem = "this environment has tensorflow-cpu, which uses no GPU"
         fix = "use --runtime docker, or an environment with CUDA: set ACCELERATOR=gpu as docs/guides/gpus.md says"
         raise PrerequisiteError(f"--gpus with local processes: {problem}; {fix}")
-
-
-MAX_GPUS = 1024
-NO_DEVICE = "-1"
-"""The value of CUDA_VISIBLE_DEVICES that hides all devices."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,25 @@ from cluster.system.paths import ROOT
 
 _HAS_CUDA = any(importlib.metadata.distributions(name="tensorflow"))  # `tensorflow-cpu` is another distribution
 LOCKS = ("host", "train-gpu" if _HAS_CUDA else "train-cpu", "tensorboard")
+# CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
+# (docs.nvidia.com/cuda/archive/12.5.1/cuda-toolkit-release-notes). TensorFlow 2.21 is compiled with CUDA 12.5; the
+# newer 12.x libraries in train-gpu.lock run on its driver by the same minor-version compatibility.
+MIN_DRIVER = "525.60.13"
+"""The oldest driver for CUDA 12.x, by minor-version compatibility, without the features that 12.5 added."""
+FULL_DRIVER = "555.42.02"
+"""The oldest driver for all features of CUDA 12.5."""
+OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
+"""The compute capabilities with kernels in TensorFlow's wheels: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
+MIN_SHARED_BYTES = 2**30
+"""NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_runtime.GPU_SHM`)."""
+FIELDS = "driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap"
+QUERY = (f"--query-gpu={FIELDS}", "--format=csv,noheader")
+
+PROBE_TIMEOUT_S = 120.0
+"""Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
+BUILD = f"{COMMAND} image.build --accelerator gpu"
+PROBE = ROOT / "docker" / "see_gpus.py"
 
 
 def examine_machine(port: int = tensorboard.PORT) -> list[Finding]:
@@ -98,27 +117,6 @@ def _port(port: int) -> Finding:
     if problem := tensorboard.port_problem(folders.runs_dir(), port):
         return Finding("tensorboard port", "warning", problem, "nothing to do: TensorBoard takes a free port")
     return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")
-
-
-# CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
-# (docs.nvidia.com/cuda/archive/12.5.1/cuda-toolkit-release-notes). TensorFlow 2.21 is compiled with CUDA 12.5; the
-# newer 12.x libraries in train-gpu.lock run on its driver by the same minor-version compatibility.
-MIN_DRIVER = "525.60.13"
-"""The oldest driver for CUDA 12.x, by minor-version compatibility, without the features that 12.5 added."""
-FULL_DRIVER = "555.42.02"
-"""The oldest driver for all features of CUDA 12.5."""
-OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
-"""The compute capabilities with kernels in TensorFlow's wheels: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
-MIN_SHARED_BYTES = 2**30
-"""NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_runtime.GPU_SHM`)."""
-FIELDS = "driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap"
-QUERY = (f"--query-gpu={FIELDS}", "--format=csv,noheader")
-
-PROBE_TIMEOUT_S = 120.0
-"""Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
-BUILD = f"{COMMAND} image.build --accelerator gpu"
-PROBE = ROOT / "docker" / "see_gpus.py"
 
 
 def examine_gpus() -> list[Finding]:

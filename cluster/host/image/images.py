@@ -44,6 +44,8 @@ _REFERENCE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"
 _BASE_TAR = ".build/base.tar"
 _CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+BOTH = "both"
+TAG = "tf-cluster/reproduction"
 
 
 @dataclass(frozen=True)
@@ -225,10 +227,6 @@ def build_images(sh: Callable[[str], object], accelerator: str = "cpu", *, renew
         return
     for command in pending_commands(accelerator):
         sh(command)
-
-
-BOTH = "both"
-TAG = "tf-cluster/reproduction"
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def run_preflight(
 
 
 def ask_trainer(request: Request, words: list[str], packages: Path | None = None, code_dirs: Sequence[str] = ()) -> Any:
-    """Return what `python -m train --print-config` prints for a request and further words: JSON, or help for `-h`."""
+    """Return the output of `python -m train --print-config` for a request and further words, such as `-h`."""
     preset = request.preset or PRESET
     # The program runs in the checkout, but the user's modules are next to the run file or in the caller's folder.
     here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]

@@ -61,6 +61,11 @@ _BUNDLE = re.compile(r"\w+/\d{1,15}-[0-9a-f]{16}-[0-9a-f]{16}")
 
 Files = dict[str, tuple[int, str]]
 """The size in bytes and the sha256 of each file, by its path in a folder."""
+POLL_S, MAX_PAUSE_S = 0.5, 60.0
+PATIENCE_S = 60.0
+"""Seconds without a heartbeat after which to check whether the run is still in progress."""
+GIVE_UP_S = 120.0
+"""How long a failing upload is retried after the end of the run."""
 
 
 class UnfitError(Exception):
@@ -264,13 +269,6 @@ def _reaching(url: str) -> Iterator[None]:
         fix = f"check its address and your credentials, or leave it out (a run that has one: --mirror {mirror.NONE})"
         why = plain(" ".join(str(error).split()))
         raise PrerequisiteError(f"--mirror {url} cannot be used: {why}; {fix}") from error
-
-
-POLL_S, MAX_PAUSE_S = 0.5, 60.0
-PATIENCE_S = 60.0
-"""Seconds without a heartbeat after which to check whether the run is still in progress."""
-GIVE_UP_S = 120.0
-"""How long a failing upload is retried after the end of the run."""
 
 
 class Uploader:

@@ -35,6 +35,9 @@ from cluster.system.terminal import print_lines
 
 SLOW_CALL_S = 5.0
 """A data function that takes longer is worth a hint, in seconds."""
+SCHEMA = 1
+CODE = ("cluster", "train")
+"""The folders of this checkout that contain the code of a run."""
 
 
 def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
@@ -286,11 +289,6 @@ def _start_generation(plan: Plan) -> records.StopRequest | None:
     for record in (*(plan.run.path / "status").glob("*.json"), *plan.run.away("").glob("*")):
         files.remove(record)
     return plan.run.reopen()
-
-
-SCHEMA = 1
-CODE = ("cluster", "train")
-"""The folders of this checkout that contain the code of a run."""
 
 
 def _write_manifest(plan: Plan) -> None:

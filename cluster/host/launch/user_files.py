@@ -37,6 +37,17 @@ from cluster.system.paths import ROOT
 
 WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
 """The suffixes of weight files that `train/model/initial_weights.py` can read."""
+PACKAGES = ROOT / ".build" / "packages"
+LOCK = ROOT / "requirements" / "train-cpu.lock"
+RESOLVED = "requirements.txt"
+"""The file in the folder that lists the installed packages with their hashes."""
+
+_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
+_LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
+"""A requirements file may exempt packages from the first option; the others build these with packages of `.venv`."""
+_TENSORFLOW = ("tensorflow", "tensorflow-cpu")
+_OURS = (*_TENSORFLOW, "tf-keras")
+_NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "ReadTimeoutError", "NameResolutionError")
 
 
 def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ...]:
@@ -126,19 +137,6 @@ def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, seen_at: Path |
                 link.unlink()
             if not link.exists():
                 link.symlink_to((seen_at or folder) / entry.name)
-
-
-PACKAGES = ROOT / ".build" / "packages"
-LOCK = ROOT / "requirements" / "train-cpu.lock"
-RESOLVED = "requirements.txt"
-"""The file in the folder that lists the installed packages with their hashes."""
-
-_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
-_LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
-"""A requirements file may exempt packages from the first option; the others build these with packages of `.venv`."""
-_TENSORFLOW = ("tensorflow", "tensorflow-cpu")
-_OURS = (*_TENSORFLOW, "tf-keras")
-_NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "ReadTimeoutError", "NameResolutionError")
 
 
 def locate_packages(requirements: Path, python: str) -> Path:

@@ -26,6 +26,9 @@ from cluster.system.paths import ROOT
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
 _TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (bool,), Sequence[str]: (list,)}
 """The types of an option, by the annotation of its field."""
+WORD_OR_NUMBER = (int, str)
+PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
+MAX_PER_JOB = 4096
 
 
 class Group(StrEnum):
@@ -95,11 +98,6 @@ class Option:
 def option(empty: Any = "", **more: Any) -> Any:
     """Declare an option with the value that it has if left out, and further arguments of `Option`."""
     return dataclasses.field(default=empty, metadata=more)
-
-
-WORD_OR_NUMBER = (int, str)
-PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
-MAX_PER_JOB = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

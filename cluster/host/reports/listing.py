@@ -18,6 +18,13 @@ from cluster.system.json_files import DamagedError
 from cluster.system.messages import COMMAND, plain, size
 from cluster.system.terminal import WIDE, terminal_width
 
+_MEASURED = ("steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts")
+KEYS = ("run", "started", "result", *_MEASURED, "disk_bytes")
+"""The keys of a run's row by which runs can be sorted and filtered."""
+MAX_RUNS = 16
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
+_RESULTS = ("result", "steps", "wall_s", "restarts")
+
 
 def duration(wall_s: float | None) -> str:
     """Format a duration as `1 h 02 min`, `3 min 20 s` or `4.1 s`."""
@@ -55,11 +62,6 @@ def list_runs(runs_dir: Path) -> list[dict[str, Any]]:
     found = [RunFolder(path.parent) for path in runs_dir.glob("*/cluster.json")]
     rows = [describe_run(run) for run in found if not run.incomplete]
     return sorted(rows, key=lambda row: (row["started"] or 0, row["run"]), reverse=True)
-
-
-_MEASURED = ("steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts")
-KEYS = ("run", "started", "result", *_MEASURED, "disk_bytes")
-"""The keys of a run's row by which runs can be sorted and filtered."""
 
 
 def choose_runs(found: list[dict[str, Any]], sort: str, reverse: bool, filters: Sequence[str], limit: int) -> list[Any]:
@@ -138,11 +140,6 @@ def table_lines(found: list[dict[str, Any]], width: int | None = None) -> list[s
     names = [name for name, column in cells.items() if name not in ("TAGS", "NOTE") or set(column) != {"-"}]
     rows = list(zip(*(cells[name] for name in names), strict=True))
     return chosen_columns(names, rows, right=NUMBERS, spare=SPARE, width=width)
-
-
-MAX_RUNS = 16
-_SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
-_RESULTS = ("result", "steps", "wall_s", "restarts")
 
 
 def without_secrets(records: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ SLOWED_SHARE = 0.2
 BALLAST = ".ballast"
 MAX_BALLAST_BYTES = 8 * 2**30
 """A disk with more free space than this is not dedicated to being filled."""
+Shell = Callable[[str], object]
+"""A function that prints and runs a shell command, and raises if the command fails."""
 
 
 class FaultInjector(ABC):
@@ -130,10 +132,6 @@ class FaultInjector(ABC):
                 self.signal(task, signal.SIGCONT, "program", "agent")
         (self._run.path.parent / BALLAST).unlink(missing_ok=True)
         self._run.flip_request(task).unlink(missing_ok=True)  # otherwise a resumed run would flip a bit
-
-
-Shell = Callable[[str], object]
-"""A function that prints and runs a shell command, and raises if the command fails."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ RUN_LABEL = "tf-cluster.run"
 TASK_LABEL = "tf-cluster.task"
 UNPRIVILEGED = 10001
 """User and group of the images, for tasks that root starts."""
+PAUSE_TRIES = 5
+MEMORY_EATER = ROOT / "docker" / "eat_memory.py"
 
 
 def project(run_dir: Path) -> str:
@@ -203,10 +205,6 @@ def tensorboard_command(runs_dir: Path, port: int, *words: str) -> str:
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     command = [*OUR_COMPOSE, "-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]
     return f"{variables} {shlex.join(command)}"
-
-
-PAUSE_TRIES = 5
-MEMORY_EATER = ROOT / "docker" / "eat_memory.py"
 
 
 class ContainerFaults(FaultInjector):

@@ -31,6 +31,11 @@ NEVER_SET = NEVER_INHERITED | {"PYTHONPATH", "RUNS_DIR"}
 """The variables that `--env` cannot set, because they are set for each task or in the environment of `up`."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+SCRIPT_MOUNT = "/script"
+CODE_MOUNT = "/code"
+PACKAGES_MOUNT = "/packages"
+SECRETS_MOUNT = "/run/secrets"
+LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 
 
 def process_variables(names: Collection[str] = ()) -> dict[str, str]:
@@ -96,13 +101,6 @@ def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Pa
             raise UsageError(f"--secret {name}: {path} is not a file that you can read; write the value into one")
         files[name] = path
     return files
-
-
-SCRIPT_MOUNT = "/script"
-CODE_MOUNT = "/code"
-PACKAGES_MOUNT = "/packages"
-SECRETS_MOUNT = "/run/secrets"
-LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 
 
 @dataclass(frozen=True)

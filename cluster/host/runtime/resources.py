@@ -19,6 +19,10 @@ TASK_MEMORY_BYTES = 600 * 2**20
 SHARED = 0.9
 """The share of the machine's memory that the tasks of a run divide among themselves."""
 UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}
+PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
+UNPROTECTED = "warning: TensorFlow's servers have no authentication, and"
+EXPOSED = f"{UNPROTECTED} all who reach this machine reach them"
+_WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,6 @@ def parse_memory(text: str) -> int:
     return size_bytes
 
 
-PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
-UNPROTECTED = "warning: TensorFlow's servers have no authentication, and"
-EXPOSED = f"{UNPROTECTED} all who reach this machine reach them"
-
-
 @dataclass(frozen=True)
 class Network:
     """The network of a run's tasks."""
@@ -92,9 +91,6 @@ def check_network(requested: str, *allowed: str) -> None:
     known = allowed or (PRIVATE, HOST)
     if requested and requested not in known:
         raise UsageError(f"--network {requested!r} is not a network here{nearest(requested, known)}")
-
-
-_WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")
 
 
 @dataclass(frozen=True)

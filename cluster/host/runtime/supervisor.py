@@ -48,6 +48,13 @@ SUPERVISOR_STOPPED_S = 8.0
 """After this long, a supervisor that a signal has stopped is continued: it restarts no agents while stopped."""
 KILL_TIMEOUT_S = 10.0
 """Longest wait for killed processes to end; a process in an uninterruptible system call may take longer."""
+AGENT = "cluster.agent.agent"
+"""The module that the supervisor imports once, to fork every agent. A name, since images have no `cluster.host`."""
+POLL_S = 0.05
+AGENT_STOPPED_S = 15.0
+"""An agent that a signal has kept stopped for longer than this is replaced. The other agents notice a bit earlier."""
+START_S = 120.0
+"""Timeout for a live supervisor's first heartbeats, which take a few seconds at most on an idle machine."""
 
 
 def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
@@ -91,15 +98,6 @@ def _kill_the_rest() -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
-
-
-AGENT = "cluster.agent.agent"
-"""The module that the supervisor imports once, to fork every agent. A name, since images have no `cluster.host`."""
-POLL_S = 0.05
-AGENT_STOPPED_S = 15.0
-"""An agent that a signal has kept stopped for longer than this is replaced. The other agents notice a bit earlier."""
-START_S = 120.0
-"""Timeout for a live supervisor's first heartbeats, which take a few seconds at most on an idle machine."""
 
 
 def command(run: RunFolder) -> list[str]:

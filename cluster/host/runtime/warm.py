@@ -48,6 +48,16 @@ KILL = b"\2"
 POLL_S = 0.01
 KILL_S = 10.0
 """Timeout for a killed program to end."""
+OF_RUN = ("RUN_DIR", "TASK", "TF_CONFIG", owner.TOKEN)
+"""The variables that may differ between the runs of one warm process."""
+NO_TOKEN = "0" * 32
+HERE, IMPORTED = b"\0", b"\1"
+ANSWER_S = 1.0
+"""Timeout for a kept process to answer a connection, before a new process is started instead."""
+CHECK_S = 5.0
+"""Timeout for its fork to check whether it can serve the run."""
+TICK_S = 1.0
+SOCKET = f"{hashlib.sha256(f'{ROOT}:{sys.executable}'.encode()).hexdigest()[:16]}.sock"
 
 
 class ForkedProgram:
@@ -119,18 +129,6 @@ def serve_calls(connection: socket.socket) -> None:
         if not wanted and not killed:  # `up` has ended
             raise SystemExit(EXIT_FAILED)
         connection.sendall(struct.pack("i", code))
-
-
-OF_RUN = ("RUN_DIR", "TASK", "TF_CONFIG", owner.TOKEN)
-"""The variables that may differ between the runs of one warm process."""
-NO_TOKEN = "0" * 32
-HERE, IMPORTED = b"\0", b"\1"
-ANSWER_S = 1.0
-"""Timeout for a kept process to answer a connection, before a new process is started instead."""
-CHECK_S = 5.0
-"""Timeout for its fork to check whether it can serve the run."""
-TICK_S = 1.0
-SOCKET = f"{hashlib.sha256(f'{ROOT}:{sys.executable}'.encode()).hexdigest()[:16]}.sock"
 
 
 class EarlySupervisor:

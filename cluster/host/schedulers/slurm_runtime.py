@@ -44,6 +44,14 @@ IN_USE = frozenset({"idle", "allocated", "mixed", "completing", "planned", "rese
 UNAVAILABLE = "node configuration is not available"
 TEMPORARY = ("contact", "timed out", "temporarily", "busy")
 """Parts of Slurm's error messages about temporary problems, which are not due to the job."""
+SAVE_S = 120
+"""How long before its time limit a job begins to save: longer than any task takes to save and end."""
+LEAVE_S = 60
+"""How long the other tasks may run once the first has ended, before Slurm ends them."""
+SRUN_S = 60.0
+END_S = 90.0
+"""Timeout for a job to end after `scancel`: Slurm waits for KillWait, by default 30 s, before it kills tasks."""
+POLL_S = 0.5
 
 
 class Queue:
@@ -109,12 +117,6 @@ class Queue:
         return answer
 
 
-SAVE_S = 120
-"""How long before its time limit a job begins to save: longer than any task takes to save and end."""
-LEAVE_S = 60
-"""How long the other tasks may run once the first has ended, before Slurm ends them."""
-
-
 def batch_script(work: Workload) -> str:
     """Return the batch script of a run, whose nodes are not known yet."""
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
@@ -166,9 +168,6 @@ def sbatch_options(work: Workload) -> list[str]:
     return [*words, *(["--no-kill"] if work.elastic else []), "--requeue"]
 
 
-SRUN_S = 60.0
-
-
 class SlurmFaults(FaultInjector):
     """Injects faults into the tasks of a job, by signals on their nodes."""
 
@@ -191,11 +190,6 @@ class SlurmFaults(FaultInjector):
         """Return the last address of a task, which may be a replacement in another job."""
         attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
         return records.read_record(attempts[-1], TaskAddress.from_json) if attempts else None
-
-
-END_S = 90.0
-"""Timeout for a job to end after `scancel`: Slurm waits for KillWait, by default 30 s, before it kills tasks."""
-POLL_S = 0.5
 
 
 class Slurm(ScheduledRuntime):

@@ -36,6 +36,23 @@ ENGINE_LABEL = "tf-cluster.engine"
 """The label of a node with its engine's address for `docker --host`, such as ssh://host."""
 GPU = "NVIDIA-GPU"
 """The name of GPUs in the engines' `node-generic-resources`, as in NVIDIA's and Docker's documentation."""
+FORMAT = "3.13"
+"""The newest format that `docker stack deploy` supports."""
+WAIT_S = "300"
+"""The timeout of the rendezvous: a Swarm notices the loss of a host only after 15 s."""
+SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
+START_S = 60.0
+"""How long a command waits for the Swarm to place and start every task."""
+UNPLACED_S = 20.0
+"""After this long a task without a host is an error: a Swarm decides within a second, and retries."""
+END_S = 90.0
+"""Timeout for a stack to end, whose tasks get 60 s to save."""
+POLL_S = 0.5
+FIXES = {
+    "No such image": "bring the image there; docs/guides/swarm.md says how",
+    "does not exist": "put RUNS_DIR and DATA_DIR into folders that every host has under the same path",
+}
+"""The fix of an error with which a task is rejected, by a part of its text."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +134,6 @@ def carry_commands(image: str) -> tuple[list[str], list[str]]:
             load = shlex.join(["docker", "--host", node.engine, "load", "--quiet"])
             commands.append(f"docker save {shlex.quote(image)} | {load}")
     return commands, unknown
-
-
-FORMAT = "3.13"
-"""The newest format that `docker stack deploy` supports."""
-WAIT_S = "300"
-"""The timeout of the rendezvous: a Swarm notices the loss of a host only after 15 s."""
-SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
 
 
 def stack_name(run_dir: Any) -> str:
@@ -227,15 +237,6 @@ class SwarmFaults(compose_runtime.ContainerFaults):
 
     def _filters(self, task: str) -> list[str]:
         return [f"label=com.docker.swarm.service.name={stack_name(self._run.path)}_{task}"]
-
-
-START_S = 60.0
-"""How long a command waits for the Swarm to place and start every task."""
-UNPLACED_S = 20.0
-"""After this long a task without a host is an error: a Swarm decides within a second, and retries."""
-END_S = 90.0
-"""Timeout for a stack to end, whose tasks get 60 s to save."""
-POLL_S = 0.5
 
 
 class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
@@ -348,13 +349,6 @@ class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
             sh(shlex.join(["docker", "secret", "rm", secret]))
         if not wait_until(lambda: not stack_parts("network", name), END_S, POLL_S):
             raise TimedOut(f"the network of {run.name} does not end; `docker network inspect --verbose` says why")
-
-
-FIXES = {
-    "No such image": "bring the image there; docs/guides/swarm.md says how",
-    "does not exist": "put RUNS_DIR and DATA_DIR into folders that every host has under the same path",
-}
-"""The fix of an error with which a task is rejected, by a part of its text."""
 
 
 def _await_places(name: str, expected: Collection[str]) -> None:

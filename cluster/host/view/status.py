@@ -20,6 +20,11 @@ from cluster.system.terminal import WIDE, fit, terminal_width
 
 METRIC = re.compile(r"(\w+): (-?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?!\S)")
 """A metric in Keras's progress, such as `val_loss: 0.4321`."""
+_STATE = f"{'STATE':<{max(map(len, TaskState))}}"
+"""The heading, as wide as the longest state, so that columns do not move when a state changes."""
+_NAMES = ("TASK", _STATE, "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT")
+_SPARE = ("AGE", "INPUT", "BUSY", "MS/STEP", "RESTARTS", "EXAMPLES/S")
+SHOWN_CHANGES = 5
 
 
 def read_status(
@@ -139,12 +144,6 @@ def status_table(value: dict[str, Any]) -> list[str]:
     return [_head(value), progress(value | {"checkpoint": None}), *_saved(value), *_task_table(value)]
 
 
-_STATE = f"{'STATE':<{max(map(len, TaskState))}}"
-"""The heading, as wide as the longest state, so that columns do not move when a state changes."""
-_NAMES = ("TASK", _STATE, "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT")
-_SPARE = ("AGE", "INPUT", "BUSY", "MS/STEP", "RESTARTS", "EXAMPLES/S")
-
-
 def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
     rows = [
         (
@@ -204,9 +203,6 @@ def progress(value: dict[str, Any]) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
-
-
-SHOWN_CHANGES = 5
 
 
 @plain_lines
