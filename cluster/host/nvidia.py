@@ -20,10 +20,8 @@ from cluster.system.messages import counted
 QUERY = ("--query-gpu=index,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 ANSWER_TIMEOUT_S = 30.0
 """Timeout of `nvidia-smi`: the driver takes seconds to wake unused GPUs."""
-
 _HOOK = "nvidia-container-runtime-hook"
 CONFIGURE = "`nvidia-ctk runtime configure --runtime=docker` and restart the engine"
-
 _NVLINK = re.compile(r"NV\d+")
 _INDEX = re.compile(r"GPU(\d+)")
 _UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")

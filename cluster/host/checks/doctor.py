@@ -39,7 +39,6 @@ MIN_SHARED_BYTES = 2**30
 """NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_runtime.GPU_SHM`)."""
 FIELDS = "driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap"
 QUERY = (f"--query-gpu={FIELDS}", "--format=csv,noheader")
-
 PROBE_TIMEOUT_S = 120.0
 """Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
 BUILD = f"{COMMAND} image.build --accelerator gpu"

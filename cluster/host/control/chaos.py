@@ -88,7 +88,6 @@ class FaultCost:
     steps_lost: int | None
     ended: str | None
     script_started_s: float | None = None
-    """Time until the restarted processes of a script had started."""
 
     @property
     def as_it_should(self) -> bool:

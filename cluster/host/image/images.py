@@ -29,16 +29,12 @@ ACCELERATORS = ("cpu", "gpu")
 PYTHON = "3.11"
 IMAGES = ("train", "tensorboard")
 """The images, named like their stages of the Dockerfile."""
-
 PYTHON_BASE = "python:3.11-slim-bookworm"
 DEBIAN_BASE = "tf-cluster/base:bookworm"
 """Replaces `PYTHON_BASE` if no image can be pulled: built on this machine from Debian's packages."""
-
 INPUTS_LABEL = "tf-cluster.inputs"
 """The label with a hash of an image's inputs: as long as these are unchanged, `up` does not rebuild the image."""
-
 _OCI = "org.opencontainers.image."
-
 REGISTRY_TIMEOUT_S = 20.0
 _REFERENCE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"
 _BASE_TAR = ".build/base.tar"

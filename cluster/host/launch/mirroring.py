@@ -58,7 +58,6 @@ RECORD_NAMES = (
 CHECKPOINT_FILE = re.compile(r"ckpt-\d+(?:\+\d+)?\.(?:index|data-[\w-]+)")
 _RECORD = re.compile("|".join(map(re.escape, RECORD_NAMES)))
 _BUNDLE = re.compile(r"\w+/\d{1,15}-[0-9a-f]{16}-[0-9a-f]{16}")
-
 Files = dict[str, tuple[int, str]]
 """The size in bytes and the sha256 of each file, by its path in a folder."""
 POLL_S, MAX_PAUSE_S = 0.5, 60.0

@@ -41,7 +41,6 @@ PACKAGES = ROOT / ".build" / "packages"
 LOCK = ROOT / "requirements" / "train-cpu.lock"
 RESOLVED = "requirements.txt"
 """The file in the folder that lists the installed packages with their hashes."""
-
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
 _LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
 """A requirements file may exempt packages from the first option; the others build these with packages of `.venv`."""

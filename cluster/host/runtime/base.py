@@ -240,9 +240,7 @@ class Runtime(ABC):
     def render(self, work: Workload) -> dict[str, Any]:
         """Return the run's `compose.json`: everything that `start` needs. `runtime` or `x-runtime` in it is `name`.
 
-        Raises:
-            PrerequisiteError: the tasks could not read the files that they need.
-            UsageError: the tasks could read files that they must not.
+        Raises an error if tasks could not read the files that they need, or could read files that they must not.
         """
 
     # Starting
@@ -289,11 +287,7 @@ class Runtime(ABC):
         """End and remove everything of the run except its folder; return once all is gone. Idempotent.
 
         Must not trust the run's own records, which tasks can rewrite. The tasks get `grace_s` to end by themselves if
-        the runtime can wait for them.
-
-        Raises:
-            PrerequisiteError: the engine or scheduler does not answer.
-            TimedOut: a process does not end.
+        the runtime can wait for them. Raises an error if the scheduler does not answer, or a process does not end.
         """
 
     @abstractmethod

@@ -28,7 +28,6 @@ URL = re.compile(r"(?:(s3|gs)://(?:([^\s/@?#]+)@)?(?=[^/])|(file)://(?=/[^/]))([
 PARAMETERS = {
     "s3": ("region", "scheme", "endpoint_override", "tls_ca_file_path"),
     "gs": ("scheme", "endpoint_override", "project_id", "retry_limit_seconds"),
-    "file": (),
 }
 """The parameters that a URL of each scheme may have, none of which is secret."""
 WAIT_S, POLL_S = 1800.0, 0.1
@@ -62,7 +61,7 @@ def take_credentials(url: str) -> str:
     others = {name for name, _ in parse_qsl(query, keep_blank_values=True)}.difference(PARAMETERS.get(scheme, ()))
     if not match or others or not (has_keys or (scheme, user) in (("gs", "anonymous"), (scheme, ""))):
         shown = re.sub("//.*@", "//", url).partition("?")[0]
-        allowed = "; ".join(f"{', '.join(names)} ({name})" for name, names in PARAMETERS.items() if names)
+        allowed = "; ".join(f"{', '.join(names)} ({name})" for name, names in PARAMETERS.items())
         raise UsageError(
             f"--mirror {shown!r}: expected s3://BUCKET/PATH, gs://BUCKET/PATH or file:///PATH, with KEY:SECRET@ before "
             f"a bucket of s3 or anonymous@ before one of gs, and behind a ? at most {allowed}; write @ as %40"

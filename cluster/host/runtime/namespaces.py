@@ -17,7 +17,6 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _FLAGS = "16sh22x"
 """`struct ifreq` with an interface's name and flags."""
-
 _SYSCTL = Path("/proc/sys")
 _FORBIDDING = {
     "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),

@@ -29,7 +29,6 @@ PROCESS = frozenset(_VARIABLES["process"])
 NEVER_INHERITED = frozenset([*_VARIABLES["never_inherited"], settings.SECRET_FILES])
 NEVER_SET = NEVER_INHERITED | {"PYTHONPATH", "RUNS_DIR"}
 """The variables that `--env` cannot set, because they are set for each task or in the environment of `up`."""
-
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 SCRIPT_MOUNT = "/script"
 CODE_MOUNT = "/code"

@@ -293,7 +293,7 @@ def test_extra_packages_are_got_before_anything_is_started(
         (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
         return tmp_path / "kept"
 
-    monkeypatch.setattr(planning.packages, "install_packages", prepare)
+    monkeypatch.setattr(planning.user_files, "install_packages", prepare)
     (tmp_path / "r.txt").touch()
     for name, options in (("scripted", {"script": str(theirs)}), ("ours", {})):
         run = stopped_run(name=name, requirements=str(tmp_path / "r.txt"), workers=0, **options)
