@@ -144,10 +144,6 @@ class Placement:
         """Return the ids of a task's GPUs."""
         return self.ids.get(task, ())
 
-    def shown(self, task: str) -> list[int | str]:
-        """Return the ids for JSON: indices as numbers."""
-        return [int(gpu) if gpu.isdigit() else gpu for gpu in self.of(task)]
-
     def environment(self, task: str, given: Collection[str] = ()) -> dict[str, str]:
         """Return the variables of a task with GPUs on any runtime; `given` are variables that the user has set."""
         if not (ids := self.of(task)):

@@ -125,7 +125,13 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
 def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> FaultCost:
     """Inject a fault; return its cost once the run has recovered or ended. UsageError: it was not injected."""
     injector = registry.find_runtime(run).injector(run)
-    _await(lambda: _ready(run, fault), run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
+
+    def is_ready() -> bool:
+        beat = run.heartbeat(fault.task)
+        begun = beat is not None and beat.state in WORKING and beat.generation == run.generation
+        return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
+
+    _await(is_ready, run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
     if run.summary.exists():
         raise UsageError(f"run {run.name!r} ended before step {fault.at_step}; nothing was injected")
     watch = _Watch(run, fault)
@@ -207,12 +213,6 @@ class _Watch:
             ended.state if ended else None,
             costs[-1].script_started_s if costs else None,
         )
-
-
-def _ready(run: RunFolder, fault: Fault) -> bool:
-    beat = run.heartbeat(fault.task)
-    begun = beat is not None and beat.state in WORKING and beat.generation == run.generation
-    return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
 
 
 def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, what: str) -> None:

@@ -105,10 +105,9 @@ class Plan(Workload):
             return []
         least = counted(self.elastic["min_workers"], "worker")
         back = "join at the next checkpoint" if self.elastic["grow"] else f"wait for `{COMMAND} scale`"
-        notes = [f"continues with {least} or more; those that miss the rendezvous are left out; returning ones {back}"]
-        if not self.config.get("bitwise_elastic"):
-            notes.append("another number of workers sums in another order, which changes bits; see --bitwise-elastic")
-        return notes
+        first = f"continues with {least} or more; those that miss the rendezvous are left out; returning ones {back}"
+        order = "another number of workers sums in another order, which changes bits; see --bitwise-elastic"
+        return [first] if self.config.get("bitwise_elastic") else [first, order]
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -127,8 +126,9 @@ class Plan(Workload):
         most = -(-shards // self.cluster.batch_divisor)  # most shards of a replica: they may be shared unevenly
         micro_batches, tasks = self.config.get("micro_batches", 1), []
         for task in self.cluster.tasks:
-            seen = {"gpus": self.gpus.shown(task.name), "tf_config": tf_config.render(self.cluster, task)}
-            tasks.append({"task": task.name, "address": task.address, **seen})
+            gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in self.gpus.of(task.name)]
+            text = tf_config.render(self.cluster, task)
+            tasks.append({"task": task.name, "address": task.address, "gpus": gpus, "tf_config": text})
         return {
             "run": self.run.name,
             "runtime": self.runtime.name,

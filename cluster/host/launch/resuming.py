@@ -14,6 +14,7 @@ from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import DEFAULT_WORKERS, ClusterSpec, Role
 from cluster.host.launch.folders import find_run
 from cluster.host.options.request import OPTIONS, Request, check_together
+from cluster.host.options.run_file import flatten
 from cluster.host.runtime import registry
 from cluster.host.runtime.resources import Job
 from cluster.system.errors import UsageError
@@ -106,16 +107,17 @@ def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluste
         raise UsageError(f"--preset {preset}: run {run.name!r} has {before['preset']}; {_way_out(run)}")
     if not (done := max(run.saved_steps, default=0)):
         return []
+    trained, wanted = dict(flatten(before)), dict(flatten(config))
     for name, why in FIXED.items():
-        previous, requested = _value(before, name), _value(config, name)
+        previous, requested = trained.get(name), wanted.get(name)
         if name in SWITCHES:
             differs = bool(previous) != bool(requested)
         else:
             differs = previous != requested and None not in (previous, requested)
         if differs:
             option = f"--{name.replace('_', '-')} {requested or repr(requested)}"  # some may be empty
-            trained = f"run {run.name!r} has trained {done} steps with {previous or repr(previous)}"
-            raise UsageError(f"{option}: {trained}, and {why}; {_way_out(run)}")
+            done_so = f"run {run.name!r} has trained {done} steps with {previous or repr(previous)}"
+            raise UsageError(f"{option}: {done_so}, and {why}; {_way_out(run)}")
     _check_keras(run, before, config, cluster)
     return _check_length(run, before, config, done) + _about_shards(run, config, cluster)
 
@@ -161,13 +163,6 @@ def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str
         return []
     limit = "--max-steps" if most == done else "--epochs"
     return [f"run {run.name} has done all of its {done} steps; a larger {limit} trains on"]
-
-
-def _value(config: Mapping[str, Any], name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _way_out(run: RunFolder) -> str:

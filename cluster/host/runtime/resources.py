@@ -112,11 +112,6 @@ class Job:
     gpus_per_task: str = ""
     constraint: str = ""
 
-    @property
-    def described(self) -> str:
-        """The request as command-line options."""
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(self).items() if value)
-
     def check(self) -> None:
         """Check that the values are safe words for a scheduler; raise UsageError if not."""
         for option in ("partition", "account", "time"):

@@ -234,7 +234,8 @@ class Slurm(ScheduledRuntime):
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # another job
         """Check that Slurm would accept the job, according to Slurm itself; raise UsageError if not."""
         if why := self._queue.refusal(sbatch_options(work)):
-            raise UsageError(f"{work.job.described or 'the job'}: Slurm refuses it: {why}; see `sinfo --long`")
+            options = [f"--{name.replace('_', '-')} {value}" for name, value in vars(work.job).items() if value]
+            raise UsageError(f"{' '.join(options) or 'the job'}: Slurm refuses it: {why}; see `sinfo --long`")
 
     def commands(self, work: Workload) -> list[str]:
         return [f"{_sbatch(work)} <<'SCRIPT'\n{self.render(work)['script']}SCRIPT"]

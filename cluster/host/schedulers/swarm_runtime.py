@@ -142,11 +142,6 @@ def stack_name(run_dir: Any) -> str:
     return f"{project[:-9][:40].rstrip('-_')}{project[-9:]}"
 
 
-def secret_name(stack: str, variable: str) -> str:
-    """Return the Swarm's name of the secret that has a variable's value."""
-    return f"{stack}-{variable}"
-
-
 def render_stack(work: Workload) -> dict[str, Any]:
     """Return the stack of a run."""
     labels = {compose_runtime.RUN_LABEL: work.run.name}
@@ -160,7 +155,7 @@ def render_stack(work: Workload) -> dict[str, Any]:
     }
     if secrets := work.payload.caller_variables:
         stack = stack_name(work.run.path)
-        rendered["secrets"] = {name: {"external": True, "name": secret_name(stack, name)} for name in secrets}
+        rendered["secrets"] = {name: {"external": True, "name": f"{stack}-{name}"} for name in secrets}
     return dict(compose_runtime.literal(rendered))
 
 
@@ -320,7 +315,7 @@ class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
         label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
         create = []
         for variable in work.payload.caller_variables:
-            words = ["docker", "secret", "create", label, secret_name(name, variable), "-"]
+            words = ["docker", "secret", "create", label, f"{name}-{variable}", "-"]
             create.append(f'printf %s "${variable}" | {shlex.join(words)}')
         # Without resolution, every host uses the image of this name, which was copied there or which it pulls.
         options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]

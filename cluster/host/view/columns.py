@@ -96,9 +96,3 @@ def sparkline(values: Iterable[float], width: int = 24) -> str:
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0
     return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in shown)
-
-
-def bar(share: float, width: int) -> str:
-    """Return a progress bar."""
-    full = round(min(1.0, max(0.0, share)) * width)
-    return "█" * full + "░" * (width - full)

@@ -13,7 +13,7 @@ from cluster.contract.run.heartbeat import HEARTBEAT_S, final_state, read_live_h
 from cluster.contract.run.logs import last_line
 from cluster.contract.run.records import FINAL_STATES, Cause, Heartbeat, Paces, Summary, TaskState, TimeLedger
 from cluster.host.runtime import mirror, registry, tensorboard
-from cluster.host.view.columns import MIN_ROOM, bar, cell, chosen_columns, columns, plain_lines, sparkline
+from cluster.host.view.columns import MIN_ROOM, cell, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.messages import COMMAND, counted, plain, short_path, shortened
 from cluster.system.processes import describe_exit
 from cluster.system.terminal import WIDE, fit, terminal_width
@@ -107,7 +107,9 @@ def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> li
     lines = [_head(value)]
     if value["steps_total"]:
         share = value["step"] / value["steps_total"]
-        head = f"{bar(share, max(8, min(30, width - len(head) - 9)))} {share:4.0%}  {head}"
+        room = max(8, min(30, width - len(head) - 9))
+        full = round(min(1.0, max(0.0, share)) * room)
+        head = f"{'█' * full}{'░' * (room - full)} {share:4.0%}  {head}"
     lines.append(head)
     if line := sparkline(losses, min(40, width - 16)):
         lines.append(f"loss   {line} {cell(chief_loss(value), '{:,.4f}')}")
