@@ -44,7 +44,10 @@ def repeat_run(
     run: RunFolder, runtime: str, sh: Shell, *, trust: bool = False, shown: bool = True
 ) -> tuple[RunFolder, RunComparison | None]:
     """Repeat a run, by default on its own runtime; return the new run and, if it succeeded, the comparison."""
-    _check(run)
+    if run.script:
+        raise UsageError(f"run {run.name!r} is a script's, which reports no losses to compare; repeat it with `up`")
+    if (state := getattr(run.load_summary(), "state", "in progress")) != "succeeded":
+        raise UsageError(f"run {run.name!r} is {state}: expected one that succeeded; finish it with --resume first")
     runtime = runtime or str(run.load_manifest().get("runtime", "auto"))
     request = Request(again=run.name, runtime=runtime, tensorboard_port="0", trust=trust)
     began = time.time()
@@ -58,14 +61,6 @@ def repeat_run(
     if left := folders.remove_ended(planned.run, sh):
         print(left, file=sys.stderr)
     return planned.run, compare_repeated(run, planned.run) if ended.state == "succeeded" else None
-
-
-def _check(run: RunFolder) -> None:
-    if run.script:
-        raise UsageError(f"run {run.name!r} is a script's, which reports no losses to compare; repeat it with `up`")
-    state = getattr(run.load_summary(), "state", "in progress")
-    if state != "succeeded":
-        raise UsageError(f"run {run.name!r} is {state}: expected one that succeeded; finish it with --resume first")
 
 
 def compare_repeated(first: RunFolder, second: RunFolder) -> RunComparison:

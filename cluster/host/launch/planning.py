@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import secrets
 import sys
 from collections.abc import Mapping
@@ -124,7 +125,9 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
             raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}, which do not have it; leave it out")
     requested = {name: str(getattr(request, name) or "") for name in runtime.job_options}
     job = Job(**requested)
-    job.check()
+    for option in ("partition", "account", "time"):  # safe words for a shell
+        if (value := getattr(job, option)) and not re.fullmatch("[A-Za-z0-9_.:,@/+-]+", value):
+            raise UsageError(f"--{option} {value!r}: expected a word as Slurm has it; see `sinfo` and `sacctmgr`")
     if job.gpus_per_task:
         check_gpus(f"--gpus-per-task {job.gpus_per_task}", typed, cluster, int(job.gpus_per_task))
     return job

@@ -24,7 +24,7 @@ from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, 
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import compose_runtime, mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
-from cluster.host.runtime.payload import Payload, data_words, python_path, recorded_variables
+from cluster.host.runtime.payload import Payload, data_words, python_path, recorded_variables, with_variables
 from cluster.host.view import interrupts
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError
@@ -161,11 +161,6 @@ def _data_words(verb: str, name: str, *words: str) -> list[str]:
 def user_variables(path: Sequence[str], env: Sequence[str] = ()) -> dict[str, str]:
     """Return the additional variables of a program that calls the user's functions, from the folders of `path`."""
     return recorded_variables(env) | {"PYTHONPATH": os.pathsep.join(path), user_code.FOLDER: str(Path.cwd())}
-
-
-def with_variables(variables: Mapping[str, str], command: str) -> str:
-    """Return a shell command with these variables."""
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), command])
 
 
 def _data_command(plan: Plan) -> str:

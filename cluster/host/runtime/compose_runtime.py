@@ -23,7 +23,7 @@ from cluster.host import nvidia
 from cluster.host.image import engine, images
 from cluster.host.runtime import resources
 from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
-from cluster.host.runtime.payload import Payload, container_variables
+from cluster.host.runtime.payload import Payload, container_variables, with_variables
 from cluster.system import files, memory
 from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.messages import COMMAND
@@ -202,9 +202,8 @@ def run_ending(command: str, sh: Callable[[str], object], subject: str) -> None:
 def tensorboard_command(runs_dir: Path, port: int, *words: str) -> str:
     """Return a `docker compose` command for the TensorBoard of `runs_dir`, on 127.0.0.1:`port`."""
     settings = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": task_user()}
-    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     command = [*OUR_COMPOSE, "-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]
-    return f"{variables} {shlex.join(command)}"
+    return with_variables(settings, shlex.join(command))
 
 
 class ContainerFaults(FaultInjector):

@@ -17,6 +17,7 @@ from cluster.host import nvidia
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import namespaces, resources, supervisor, warm
 from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
+from cluster.host.runtime.payload import with_variables
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError
@@ -144,11 +145,8 @@ class LocalProcesses(Runtime):
             nvidia.check_environment()
 
     def commands(self, work: Workload) -> list[str]:
-        lines = []
-        for task in self.render(work)["tasks"].values():
-            environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
-            lines.append(f"{environment} {shlex.join(task['command'])} &")
-        return lines
+        tasks = self.render(work)["tasks"].values()
+        return [with_variables(task["environment"], f"{shlex.join(task['command'])} &") for task in tasks]
 
     def anticipate(self, work: Workload, compose: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         if self._early:

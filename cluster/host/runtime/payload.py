@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,11 @@ def container_variables(*, way_out: bool) -> dict[str, str | None]:
 
 def _for_every_task(name: str) -> bool:
     return name not in NEVER_INHERITED and (name.startswith((*PREFIXES, *DEVICE_PREFIXES)) or name in settings.OF_TASKS)
+
+
+def with_variables(variables: Mapping[str, str], command: str) -> str:
+    """Return a shell command with these variables."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), command])
 
 
 def python_path() -> list[str]:

@@ -22,7 +22,6 @@ UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}
 PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
 UNPROTECTED = "warning: TensorFlow's servers have no authentication, and"
 EXPOSED = f"{UNPROTECTED} all who reach this machine reach them"
-_WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,3 @@ class Job:
     cpus_per_task: str = ""
     gpus_per_task: str = ""
     constraint: str = ""
-
-    def check(self) -> None:
-        """Check that the values are safe words for a scheduler; raise UsageError if not."""
-        for option in ("partition", "account", "time"):
-            if (value := getattr(self, option)) and not _WORD.fullmatch(value):
-                raise UsageError(f"--{option} {value!r}: expected a word as Slurm has it; see `sinfo` and `sacctmgr`")

@@ -281,17 +281,14 @@ class Warm:
         initial = dict(os.environ)
         _preload(order)
         imported = dict(os.environ)
-        _set_variables(initial)
+        os.environ.clear()
+        os.environ.update(initial)
         self._chosen = _preload(order)  # again, to distinguish variables that only the first imports set
         self._added = {name: imported[name] for name in imported if imported[name] != os.environ.get(name)}
         ctypes.CDLL(None).malloc_trim(0)
         self.loaded = Loaded(own_code(), order["code"], began)
-        self._keep_s = mmap.mmap(-1, 8)  # shared with the forks
-        self.keep(order["keep_s"])
-
-    def keep(self, seconds: float) -> None:
-        """Set how long to stay after the last run."""
-        self._keep_s[:] = struct.pack("d", seconds)
+        self._keep_s = mmap.mmap(-1, 8)  # how long to stay after the last run; shared with the forks
+        self._keep_s[:] = struct.pack("d", order["keep_s"])
 
     def serve(self, first: socket.socket) -> socket.socket:
         """Fork for each connection and return it in the fork; this process never returns, and exits when it is over."""
@@ -321,7 +318,7 @@ class Warm:
         if order["circumstances"] != circumstances() or not self.loaded.is_current():
             raise SystemExit(EXIT_FAILED)
         if order["keep_s"]:
-            self.keep(order["keep_s"])
+            self._keep_s[:] = struct.pack("d", order["keep_s"])
 
     def complete(self, chosen: Mapping[str, str]) -> None:
         """In a fork, raise SystemExit if the imports had other variables than `chosen`; set those the imports set."""
@@ -355,11 +352,6 @@ def _preload(order: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in OF_RUN}
 
 
-def _set_variables(variables: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
-
-
 def main() -> None:
     """Import for the order on the connection, and become the run's supervisor once the run folder is complete."""
     began, first, warm = time.time(), socket.socket(fileno=os.dup(0)), None
@@ -375,7 +367,8 @@ def main() -> None:
             order = receive(connection)
             warm.check(order)
         processes.replace_variable(owner.TOKEN, order["environment"][owner.TOKEN])
-        _set_variables(order["environment"])
+        os.environ.clear()
+        os.environ.update(order["environment"])
         warm.complete(_preload(order))
     else:
         processes.die_with_parent()
