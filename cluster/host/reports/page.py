@@ -187,10 +187,8 @@ def draw_curves(title: str, curves: Mapping[str, Curve]) -> str:
             parts.append(f'<circle cx="{x_at(x)}" cy="{y_at(y)}" r="4" fill="var(--c{at})"/>')
     names = (f'<li><i style="background: var(--c{at})"></i>{escape(name)}</li>' for at, name in enumerate(curves))
     legend = f'<ul class="legend">{"".join(names)}</ul>' if len(curves) > 1 else ""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(parts)}</svg>{legend}'
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    return f'{head} aria-label="{escape(title)}">{"".join(parts)}</svg>{legend}'
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -353,6 +353,7 @@ class Compose(ContainerRuntime):
     automatic = True
     board = "docker"
     injector = ContainerFaults
+    describe = staticmethod(render_overlay)
 
     def probe(self) -> engine.Availability:
         return engine.probe()
@@ -373,9 +374,6 @@ class Compose(ContainerRuntime):
             return super().network(requested, previous, way_out=way_out, serves=serves)
         warning = f"{resources.EXPOSED}: this machine has an address in the tasks' network (--network egress)"
         return resources.Network(resources.EGRESS, resources.EGRESS, warning if serves else "")
-
-    def describe(self, work: Workload) -> dict[str, Any]:
-        return render_overlay(work)
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # limits, not free memory, count
         work.memory.check(len(work.cluster.tasks))
