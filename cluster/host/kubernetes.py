@@ -43,9 +43,8 @@ MAX_GPUS = 64
 NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
     *("resume", "mirror", "trust", "fresh", "detach", "init_from", "reuse_data"),
-    *("tensorboard_port", "metrics_port"),
     *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
-    "secret",
+    *("tensorboard_port", "metrics_port", "secret"),
 )
 """Options about the machine of `up`, or that need code which is not in the image."""
 WARNING = (

@@ -45,11 +45,10 @@ def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
     while True:
         try:
             start(plan, sh, began=began)
+            return plan
         except claim.Taken:
             if plan.request.name or plan.resumes:
                 raise
-        else:
-            return plan
         plan = planning.plan(plan.request)
         print_plan(plan)
 

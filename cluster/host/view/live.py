@@ -68,7 +68,7 @@ class Live:
             self._print_output(ended=True)
 
     def show(self, value: dict[str, Any]) -> None:
-        if self._console:
+        if console := self._console:
             loss = chief_loss(value)
             if loss is not None and (value["step"], loss) != self._logged:
                 self._logged = (value["step"], loss)
@@ -79,14 +79,10 @@ class Live:
             if self._screen is None:
                 # Without redirection, since subprocesses print directly to the terminal.
                 self._screen = Screen(
-                    console=self._console,
-                    auto_refresh=False,
-                    transient=True,
-                    redirect_stdout=False,
-                    redirect_stderr=False,
+                    console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
                 )
                 self._screen.start()
-            lines = live_lines(value, self._losses, self._console.width)
+            lines = live_lines(value, self._losses, console.width)
             self._screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
             return
         self._print_output(ended=False)
