@@ -35,9 +35,9 @@ def find_run(name: str = "") -> RunFolder:
     """Return the run called `name`, by default the current one; raise UsageError if there is none."""
     current = runs_dir() / ".current"
     if not name:
-        if not current.exists() or not (runs_dir() / current.read_text().strip()).exists():
+        name = current.read_text().strip() if current.exists() else ""
+        if not name or not (runs_dir() / name).exists():
             raise UsageError(f"there is no current run; start one with `{COMMAND} up`, or name one of runs/")
-        name = current.read_text().strip()
     run = RunFolder(runs_dir() / spec.check_run_name(name))
     if not run.cluster.exists() or run.incomplete:
         known = [path.parent.name for path in runs_dir().glob("*/cluster.json")]

@@ -222,7 +222,8 @@ def _run_pip(command: list[str], requirements: Path) -> None:
         raise PrerequisiteError(f"--requirements needs pip, and {sys.executable} has none; `make setup` installs it")
     option = f"--requirements {str(requirements)!r}: "
     if any(word in printed for word in _NO_NETWORK):
-        raise PrerequisiteError(f"{option}no package index answers; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
+        fix = "connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
+        raise PrerequisiteError(f"{option}the package index cannot be reached; {fix}")
     raise UsageError(option + _summarize_pip(printed))
 
 

@@ -195,7 +195,8 @@ def run_ending(command: str, sh: Callable[[str], object], subject: str) -> None:
         sh(command)
     except Exception as error:
         if not (answer := engine.probe()).ready:
-            raise PrerequisiteError(f"{subject}: {answer.detail}; start it, then `{COMMAND} down` again") from error
+            fix = f"start the engine, then `{COMMAND} down` again"
+            raise PrerequisiteError(f"{subject}: {answer.detail}; {fix}") from error
         raise
 
 
