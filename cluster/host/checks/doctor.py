@@ -130,14 +130,9 @@ def examine_gpus() -> list[Finding]:
         return [Finding("gpus", "warning", f"nvidia-smi reports none: {why}", fix)]
     # With MIG, a process sees only a single instance, whatever the number of GPUs.
     split = any(mig == "Enabled" for _, _, mig, *_ in rows)
-    return [
-        _models(rows),
-        judge_driver(rows[0][0]),
-        judge_capabilities(row[-1] for row in rows),
-        _memory_errors(rows),
-        judge_shared_memory(_shared_bytes()),
-        *_containers(1 if split else len(rows)),
-    ]
+    findings = [_models(rows), judge_driver(rows[0][0]), judge_capabilities(row[-1] for row in rows)]
+    findings += [_memory_errors(rows), judge_shared_memory(_shared_bytes())]
+    return findings + _containers(1 if split else len(rows))
 
 
 def _models(rows: list[list[str]]) -> Finding:

@@ -232,15 +232,10 @@ def _description(value: dict[str, Any]) -> list[str]:
     if pipeline := value.get("pipeline"):
         lines += _stages(pipeline)
     given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
-    rows = [
-        (
-            task["task"],
-            task["address"],
-            *([gpus] if set(given) != {"no GPU"} else []),
-            json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone",
-        )
-        for task, gpus in zip(value["tasks"], given, strict=True)
-    ]
+    rows = []
+    for task, gpus in zip(value["tasks"], given, strict=True):
+        text = json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone"
+        rows.append((task["task"], task["address"], *([gpus] if set(given) != {"no GPU"} else []), text))
     lines += columns(rows)
     return [*lines, *value.get("notes", [])]
 

@@ -48,14 +48,9 @@ def render_page(run: RunFolder) -> str:
 
 def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
     good = {"succeeded": "good", "failed": "bad", "damaged": "bad", "lost": "bad"}.get(str(row["result"]), "")
-    shown = {
-        "result": row["result"],
-        row["metric"] or "score": cell(row["score"], "{:.4f}"),
-        "steps": row["steps"],
-        "duration": listing.duration(row["wall_s"]),
-        "restarts": row["restarts"],
-        "tasks": row["tasks"],
-    }
+    score, lasted = cell(row["score"], "{:.4f}"), listing.duration(row["wall_s"])
+    shown = {"result": row["result"], row["metric"] or "score": score, "steps": row["steps"], "duration": lasted}
+    shown |= {"restarts": row["restarts"], "tasks": row["tasks"]}
     cards = ""
     for name, value in shown.items():
         kind = f" class={good}" if good and name == "result" else ""
