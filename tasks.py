@@ -21,7 +21,7 @@ from cluster.host.cli.command_line import (
     takes_request,
     task,
 )
-from cluster.host.cli.tasks import checks, preparing, projects, reports, runs, saved_models, tour
+from cluster.host.cli.tasks import checks, preparing, projects, runs, tour
 from cluster.host.control import foreground
 from cluster.host.launch import mirroring, planning, startup
 from cluster.host.launch.plan import describe_plan, memory_lines, plan_lines
@@ -124,7 +124,7 @@ def release(c, dry=False):
         return c.run(shlex.join([sys.executable, ".ci/release.py", *words]), warn=True, dry=False).exited
 
 
-MODULES = (projects, runs, saved_models, checks, reports, tour)
+MODULES = (projects, runs, checks, tour)
 """The modules whose every task is called by its own name; those of a collection follow its name and a dot."""
 
 ns = Collection(

@@ -17,8 +17,8 @@ import pytest
 from cluster.contract import spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
+from cluster.host import nvidia
 from cluster.host.checks import doctor
-from cluster.host.gpu import devices
 from cluster.host.image import engine
 from cluster.system import processes
 from cluster.system.json_files import write_json
@@ -119,7 +119,7 @@ def nvidia_smi(tmp_path, monkeypatch) -> Callable[[str], None]:
         folder, program = shlex.quote(str(NVIDIA / host)), tmp_path / host / "nvidia-smi"
         program.parent.mkdir()
         program.write_text(
-            f'#!/bin/sh\ncase "$*" in\n"{" ".join(devices.QUERY)}") exec /bin/cat {folder}/query.csv;;\n'
+            f'#!/bin/sh\ncase "$*" in\n"{" ".join(nvidia.QUERY)}") exec /bin/cat {folder}/query.csv;;\n'
             f'"{" ".join(doctor.QUERY)}") exec /bin/cat {folder}/settings.csv;;\n'
             f'"topo -m") exec /bin/cat {folder}/topo.txt;;\n"-L") exec /bin/cat {folder}/list.txt;;\n'
             '*) echo "Invalid combination of input arguments." >&2; exit 2;;\nesac\n'

@@ -170,7 +170,7 @@ class _Campaign:
 
 def _kinds(run: RunFolder, case: Case, *, resumed: bool) -> set[str]:
     """Return the kinds of faults that a run survives, or can be resumed after."""
-    injector = registry.find_runtime(run).faults(run)
+    injector = registry.find_runtime(run).injector(run)
     kinds = {*injector.storm, volleys.AGENT}
     if resumed and not case.result:
         kinds.add("stop")

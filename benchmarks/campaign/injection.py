@@ -13,8 +13,8 @@ from cluster.contract.recovery import step_record
 from cluster.contract.recovery.step_record import RecordedStep
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import registry
+from cluster.host.runtime.base import FaultInjector
 from cluster.host.runtime.compose_runtime import ContainerFaults
-from cluster.host.runtime.injector import FaultInjector
 from cluster.system import processes
 from cluster.system.errors import ClusterError
 from cluster.system.waiting import wait_until
@@ -151,7 +151,7 @@ class Injection:
 
     def _reaches(self, shot: Shot) -> bool:
         """Whether the fault's target process exists; while a task restarts, there is none for a moment."""
-        injector = registry.find_runtime(self._run).faults(self._run)
+        injector = registry.find_runtime(self._run).injector(self._run)
         try:
             process = injector.processes(shot.task)["program" if shot.kind in ("kill", "slow", "corrupt") else "agent"]
             if isinstance(injector, ContainerFaults):
@@ -163,7 +163,7 @@ class Injection:
 
     def _shoot(self, shot: Shot) -> dict[str, Any] | None:
         """Inject one fault; return its record, or None if it has no target at present."""
-        injector = registry.find_runtime(self._run).faults(self._run)
+        injector = registry.find_runtime(self._run).injector(self._run)
         phase, step = volleys.phase_of(self._run.heartbeat(_who_tells(shot))), self._progress.step
         try:
             if not self._reaches(shot):

@@ -21,7 +21,6 @@ from cluster.contract.run.joining import hub_port
 from cluster.contract.spec import TASK_PORT, ClusterSpec, Role
 from cluster.host.image import images
 from cluster.host.launch import configuration, planning
-from cluster.host.launch.planning import build_cluster, check_elastic_batch, elastic_record
 from cluster.host.options.request import PRESET, Request, check_together
 from cluster.host.runtime import resources
 from cluster.host.runtime.payload import data_words, parse_variables
@@ -35,6 +34,25 @@ GRACE_S = 60
 WAIT_S = 3600
 """The timeout of the rendezvous: how long tasks wait for others to be scheduled before the run fails."""
 GPU = "nvidia.com/gpu"
+REPLICA_TYPES = {Role.CHIEF: "Chief", Role.WORKER: "Worker", Role.PS: "PS", Role.EVALUATOR: "Evaluator"}
+INDEX = "JOB_COMPLETION_INDEX"
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+"""A valid name: pods append up to 23 characters to it, and a label of a host name has at most 63."""
+MEMORY, CPUS, CLAIM = "4GiB", "2", "tf-cluster"
+MAX_GPUS = 64
+NOT_RENDERED = (
+    *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
+    *("resume", "mirror", "trust", "fresh", "detach", "init_from", "reuse_data"),
+    *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
+    *("tensorboard_port", "metrics_port", "secret"),
+)
+"""Options about the machine of `up`, or that need code which is not in the image."""
+WARNING = (
+    "warning: TensorFlow's servers have no authentication, and only a network plugin that enforces network policies "
+    "keeps others from them: see docs/guides/kubernetes.md"
+)
+NUMBER = re.compile(r"[-+.0-9][-+.0-9_a-fA-FoOxX]*")
+"""Text that may be a number in a different version of YAML than PyYAML's, such as 1e100."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +60,17 @@ class Manifest:
     """The run to render.
 
     Attributes:
-        name: the name of the run and of every object.
         spec: the cluster, with the host names that its pods will have.
         started: the record of how the run was started, as far as it is known before the start.
         claim: the persistent volume claim with runs and data.
-        memory_bytes: the memory limit of a task.
         cpus: the number of processors that a task requests; it may use more.
         gpus: the number of GPUs of the chief and of each worker.
     """
 
     name: str
     spec: ClusterSpec
-    config: Mapping[str, Any]
-    started: Mapping[str, Any]
+    config: dict[str, Any]
+    started: dict[str, Any]
     image: str
     claim: str
     memory_bytes: int
@@ -107,12 +123,8 @@ def task_template(manifest: Manifest, role: Role, environment: list[dict[str, An
 
 
 def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
-    values = {
-        "RUN_DIR": f"{SHARED}/runs/{manifest.name}",
-        "DATA_DIR": f"{SHARED}/data",
-        "RECORDS_DIR": RECORDS,
-        "RENDEZVOUS_TIMEOUT_S": str(WAIT_S),
-    }
+    values = {"RUN_DIR": f"{SHARED}/runs/{manifest.name}", "DATA_DIR": f"{SHARED}/data"}
+    values |= {"RECORDS_DIR": RECORDS, "RENDEZVOUS_TIMEOUT_S": str(WAIT_S)}
     if gpus:
         values |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     elif manifest.gpus:  # a node whose default runtime is NVIDIA's could expose all GPUs
@@ -120,10 +132,6 @@ def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
     values |= manifest.environment
     # A `$` of theirs begins no reference.
     return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
-
-
-REPLICA_TYPES = {Role.CHIEF: "Chief", Role.WORKER: "Worker", Role.PS: "PS", Role.EVALUATOR: "Evaluator"}
-INDEX = "JOB_COMPLETION_INDEX"
 
 
 def place_tasks(kind: str, cluster: ClusterSpec, name: str) -> ClusterSpec:
@@ -182,11 +190,7 @@ KINDS: dict[str, tuple[str, Callable[[Manifest], dict[str, Any]]]] = {
 
 def records(manifest: Manifest) -> dict[str, Any]:
     """Return the ConfigMap from which the chief's pod lays out the run folder."""
-    values = {
-        "cluster.json": manifest.spec.to_json(),
-        "config.json": dict(manifest.config),
-        "started.json": dict(manifest.started),
-    }
+    values = {"cluster.json": manifest.spec.to_json(), "config.json": manifest.config, "started.json": manifest.started}
     files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
     return manifest.make("records", files=files)
 
@@ -213,12 +217,6 @@ def data_job(manifest: Manifest) -> dict[str, Any]:
     return manifest.make("data_job", "data", command=command, arguments=arguments, grace_s=5)
 
 
-NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-"""A valid name: pods append up to 23 characters to it, and a label of a host name has at most 63."""
-MEMORY, CPUS, CLAIM = "4GiB", "2", "tf-cluster"
-MAX_GPUS = 64
-
-
 def render(
     request: Request, kind: str = "jobset", image: str = "", claim: str = CLAIM, cpus: str = CPUS, *, data: bool = False
 ) -> list[dict[str, Any]]:
@@ -237,35 +235,25 @@ def render(
     return [records(manifest), network_policy(manifest), render_job(manifest)]
 
 
-NOT_RENDERED = (
-    *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
-    *("resume", "mirror", "trust", "fresh", "detach", "init_from", "reuse_data"),
-    *("tensorboard_port", "metrics_port"),
-    *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
-    "secret",
-)
-"""Options about the machine of `up`, or that need code which is not in the image."""
-WARNING = (
-    "warning: TensorFlow's servers have no authentication, and only a network plugin that enforces network policies "
-    "keeps others from them: see docs/guides/kubernetes.md"
-)
-
-
 def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> Manifest:
     check_together(request, scripted=False)
     name = request.name or (request.preset or PRESET).rpartition(":")[2].replace("_", "-").lower()
     if not NAME.fullmatch(name):
-        raise UsageError(
-            f"--name {name!r}: Kubernetes takes small letters, digits and '-', at most 40, the first a letter; "
-            "choose such a name"
-        )
+        allowed = "small letters, digits and '-', at most 40, the first a letter"
+        raise UsageError(f"--name {name!r}: Kubernetes takes {allowed}; choose such a name")
     cpus = spec.parse_count("cpus", requested_cpus, 1, 1024)
     gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
-    cluster = _cluster(request, gpus)
+    cluster = planning.build_cluster(request)
+    if gpus:
+        planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)
+        cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
+    planning.check_devices(request, cluster, gpus)
+    if cluster.kind.hardware:
+        raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
     config, _, _ = configuration.resolve_config(request, cores=cpus)
     planning.check_batch_and_precision(config, cluster)
-    elastic_run = elastic_record(request, request, cluster)
-    check_elastic_batch(elastic_run, cluster, config)
+    elastic_run = planning.elastic_record(request, request, cluster)
+    planning.check_elastic_batch(elastic_run, cluster, config)
     given = {name: os.environ[name] if value is None else value for name, value in parse_variables(request.env).items()}
     return Manifest(
         name=name,
@@ -284,21 +272,6 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         gpus=gpus,
         environment=({"NCCL_DEBUG": "WARN"} if gpus else {}) | given,
     )
-
-
-def _cluster(request: Request, gpus: int) -> ClusterSpec:
-    cluster = build_cluster(request)
-    if gpus:
-        planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)
-        cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
-    planning.check_devices(request, cluster, gpus)
-    if cluster.kind.hardware:
-        raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
-    return cluster
-
-
-NUMBER = re.compile(r"[-+.0-9][-+.0-9_a-fA-FoOxX]*")
-"""Text that may be a number in a different version of YAML than PyYAML's, such as 1e100."""
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # it has no types

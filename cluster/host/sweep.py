@@ -20,10 +20,9 @@ from typing import Any
 
 from cluster.contract.run import claim, records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import OutcomeState
 from cluster.contract.schema import Count, Number, Record
 from cluster.contract.spec import check_run_name
-from cluster.host.launch import folders, metrics_server, planning, teardown
+from cluster.host.launch import folders, metrics_server, planning
 from cluster.host.options.request import OPTIONS, Option, Request
 from cluster.host.reports import listing
 from cluster.host.view import interrupts
@@ -54,6 +53,10 @@ class Trial(Record):
     values: dict[str, str]
 
     @property
+    def overrides(self) -> list[str]:
+        return [f"--{key}={value}" for key, value in self.values.items() if not _option(key)]
+
+    @property
     def note(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
@@ -63,32 +66,23 @@ class Sweep(Record):
 
     name: str
     options: tuple[str, ...]
-    """The options of `up` that all trials share, as command-line words."""
     overrides: tuple[str, ...]
-    """The words after `--` that all trials share."""
     code_dir: str = ""
     trials: tuple[Trial, ...]
     halving: Count = 0
-    """The step of the first rung; 0 without rungs."""
     rungs: dict[str, dict[str, Number]] = field(default_factory=dict)
     """The loss of each run at each rung that it has reached, keyed by the rung's step."""
     dropped: dict[str, Count] = field(default_factory=dict)
     """The rung at which each run was stopped for not being among the best."""
 
     def metrics_port(self, trial: Trial) -> int:
-        """Return the port of a trial's metrics: the requested port plus the trial's number; 0 for none.
-
-        The port of an ended trial is not reused, because its last metrics may still be served.
-        """
+        """Return the port of a trial's metrics, 0 for none; not that of an ended trial, which may still be served."""
         given = [int(word.partition("=")[2]) for word in self.options if word.startswith("--metrics-port=")]
         return given[0] + self.trials.index(trial) if any(given) else 0
 
 
 def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
-    """Return the sweep of a request over the product of the values, after trying every value.
-
-    Raises UsageError if an axis or a value is invalid, or the sweep exists; PrerequisiteError if a port is in use.
-    """
+    """Return the sweep of a request over the product of the values, after trying every value."""
     axes = [_axis(each) for each in over]
     if not axes:
         raise UsageError(f"a sweep needs values: {COMMAND} sweep --over optimizer.learning-rate=1e-3,1e-2")
@@ -99,9 +93,7 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
         raise UsageError(f"--over {' --over '.join(over)}: {total} trials, expected at most {MAX_TRIALS}")
     name = check_run_name(request.name or request.run_name())
     if _record(name).exists():
-        raise UsageError(
-            f"sweep {name!r} exists; continue it with `{COMMAND} sweep --resume {name}`, or choose another"
-        )
+        raise UsageError(f"sweep {name!r} exists; `{COMMAND} sweep --resume {name}` continues it; or choose another")
     trials = []
     for number, values in enumerate(itertools.product(*(values for _, values in axes)), 1):
         run = f"{name}-{number:0{len(str(total))}}"
@@ -111,17 +103,19 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
     for trial in trials:
         if set(trial.values.items()) - seen:
             seen |= set(trial.values.items())
-            planning.plan(_requested(request, trial))
+            given: dict[str, Any] = {"name": trial.run, "resume": ""}
+            for key, value in trial.values.items():
+                if option := _option(key):
+                    given[option.name] = option.parse(value)
+            planning.plan(replace(request, **given, overrides=(*request.arguments, *trial.overrides)))
     words, overrides = _words(request), (*request.train, *request.arguments)
     sweep = Sweep(
         name=name, options=words, overrides=overrides, code_dir=request.code_dir, trials=tuple(trials), halving=halving
     )
     _, last = OPTIONS["metrics_port"].bounds
     if sweep.metrics_port(trials[-1]) > last:
-        raise UsageError(
-            f"--metrics-port {request.metrics_port}: {counted(total, 'trial')} need as many ports from there on, "
-            f"up to {last}; choose a lower one"
-        )
+        needs = f"{counted(total, 'trial')} need as many ports from there on, up to {last}"
+        raise UsageError(f"--metrics-port {request.metrics_port}: {needs}; choose a lower one")
     for trial in trials:
         metrics_server.check_port(sweep.metrics_port(trial))
     return sweep
@@ -131,9 +125,8 @@ def load_sweep(name: str) -> Sweep:
     """Return the sweep called `name`; raise UsageError if there is none, DamagedError if its record is damaged."""
     if not _record(check_run_name(name)).exists():
         known = sorted(path.parent.name for path in _record("*").parent.parent.glob("*/sweep.json"))
-        raise UsageError(
-            f"there is no sweep {name!r} in {short_path(folders.runs_dir())}; known: {', '.join(known) or 'none'}"
-        )
+        where = short_path(folders.runs_dir())
+        raise UsageError(f"there is no sweep {name!r} in {where}; known: {', '.join(known) or 'none'}")
     return records.read_record(_record(name), Sweep.from_json)
 
 
@@ -152,8 +145,10 @@ def run_sweep(sweep: Sweep, parallel: int) -> int:
             return EXIT_INTERRUPTED
     rows = best_first(sweep.name)
     print_lines(*listing.table_lines(rows))
-    done = {row["run"] for row in rows if row["result"] == OutcomeState.SUCCEEDED}
-    done |= {row["run"] for row in rows if row["result"] == OutcomeState.STOPPED and row["run"] in loop.sweep.dropped}
+    done = {row["run"] for row in rows if row["result"] == records.OutcomeState.SUCCEEDED}
+    done |= {
+        row["run"] for row in rows if row["result"] == records.OutcomeState.STOPPED and row["run"] in loop.sweep.dropped
+    }
     bad = [trial.run for trial in sweep.trials if trial.run not in done]
     print_lines(f"{counted(len(bad), 'trial')} failed: {', '.join(bad)}" if bad else f"next: {COMMAND} tensorboard")
     return EXIT_FAILED if bad else EXIT_DONE
@@ -220,20 +215,12 @@ class _Loop:
             if port := self.sweep.metrics_port(trial):
                 options["--metrics-port"] = [str(port)]
             words = [f"{key}={value}" if value else key for key, values in options.items() for value in values]
-            after = [f"--{key}={value}" for key, value in trial.values.items() if not _option(key)]
-            return [
-                "up",
-                f"--name={trial.run}",
-                f"--tag={self.sweep.name}",
-                *words,
-                "--",
-                *self.sweep.overrides,
-                *after,
-            ]
-        if teardown.in_progress(run):
+            names = [f"--name={trial.run}", f"--tag={self.sweep.name}"]
+            return ["up", *names, *words, "--", *self.sweep.overrides, *trial.overrides]
+        if folders.in_progress(run):
             return ["wait", trial.run]
         summary = run.load_summary()
-        if summary and (summary.state != OutcomeState.STOPPED or trial.run in self.sweep.dropped):
+        if summary and (summary.state != records.OutcomeState.STOPPED or trial.run in self.sweep.dropped):
             return []
         return ["up", "--resume", trial.run, "--tensorboard-port=0"]
 
@@ -281,9 +268,8 @@ class _Loop:
                 reached = reached | {trial.run: loss_at(rows, rung)}
                 is_good = is_among_best(reached, trial.run)
                 dropped = {} if is_good else {trial.run: rung}
-                self.sweep = replace(
-                    self.sweep, rungs=self.sweep.rungs | {str(rung): reached}, dropped=self.sweep.dropped | dropped
-                )
+                rungs, dropped = self.sweep.rungs | {str(rung): reached}, self.sweep.dropped | dropped
+                self.sweep = replace(self.sweep, rungs=rungs, dropped=dropped)
                 write_json(_record(self.sweep.name), self.sweep.to_json())
                 if not is_good:
                     return
@@ -316,17 +302,6 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 def _option(key: str) -> Option | None:
     return OPTIONS.get(key.replace("-", "_"))
-
-
-def _requested(request: Request, trial: Trial) -> Request:
-    fields: dict[str, Any] = {"name": trial.run, "resume": ""}
-    words = []
-    for key, value in trial.values.items():
-        if option := _option(key):
-            fields[option.name] = option.parse(value)
-        else:
-            words.append(f"--{key}={value}")
-    return replace(request, **fields, overrides=(*request.arguments, *words))
 
 
 def _words(request: Request) -> tuple[str, ...]:

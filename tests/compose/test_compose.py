@@ -20,9 +20,9 @@ import pytest
 from cluster.agent import attempt
 from cluster.contract import settings, spec
 from cluster.contract.run.folder import RunFolder
-from cluster.host.gpu.placement import Placement
-from cluster.host.runtime import compose_services
-from cluster.host.runtime.compose_services import FILES
+from cluster.host.nvidia import Placement
+from cluster.host.runtime import compose_runtime
+from cluster.host.runtime.compose_runtime import FILES
 from cluster.host.runtime.payload import Payload, container_variables
 from cluster.host.runtime.resources import EGRESS, Memory, Network
 from cluster.system.paths import ROOT
@@ -67,7 +67,7 @@ def config(compose_cli, tmp_path) -> Config:
     def read(data_dir: str = "data", brought: dict[str, Any] | None = None, **topology: Any) -> dict[str, Any]:
         path = tmp_path / "compose.json"
         path.write_text(rendered(tmp_path / "runs" / "a-run", tmp_path / data_dir, topology, brought or {}))
-        return read_config(compose_services.overlay_command(path, "config", "--format", "json"))
+        return read_config(compose_runtime.overlay_command(path, "config", "--format", "json"))
 
     return read
 
@@ -76,7 +76,7 @@ def rendered(run_dir: Path, data_dir: Path, topology: dict[str, Any], brought: d
     """Return the overlay of a run, as JSON."""
     cluster, memory = spec.build(**topology), Memory("", MEMORY_BYTES)
     work = workload(RunFolder(run_dir), cluster=cluster, data_dir=data_dir, memory=memory, **brought)
-    return json.dumps(compose_services.render_overlay(work), **layout)
+    return json.dumps(compose_runtime.render_overlay(work), **layout)
 
 
 def read_config(command: str) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_hostile_words_stay_words(config, tmp_path):
     assert environment.items() <= {name: word.replace("$$", "$") for name, word in task["environment"].items()}.items()
     assert f"{tmp_path}/a:b ${{X:-y}} '\"#" == task["volumes"][1]["source"].replace("$$", "$")
     assert "privileged" not in task
-    read = read_config(compose_services.tensorboard_command(Path("/a:/b"), 6007, "config", "--format", "json"))
+    read = read_config(compose_runtime.tensorboard_command(Path("/a:/b"), 6007, "config", "--format", "json"))
     (runs,) = read["services"]["tensorboard"]["volumes"]
     assert ("/a:/b", "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
 
@@ -221,7 +221,7 @@ def test_a_secret_is_in_a_file_and_nowhere_else(config, tmp_path):
 
 
 def test_tensorboard_is_published_on_loopback_only(compose_cli, tmp_path):
-    read = read_config(compose_services.tensorboard_command(tmp_path / "runs", 6007, "config", "--format", "json"))
+    read = read_config(compose_runtime.tensorboard_command(tmp_path / "runs", 6007, "config", "--format", "json"))
     assert ["tensorboard"] == list(read["services"])
     board = read["services"]["tensorboard"]
     assert [("127.0.0.1", "6007", 6006)] == [(p["host_ip"], p["published"], p["target"]) for p in board["ports"]]
@@ -230,7 +230,7 @@ def test_tensorboard_is_published_on_loopback_only(compose_cli, tmp_path):
     assert (str(tmp_path / "runs"), "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
     assert True is board["read_only"] is board["init"]
     assert (["ALL"], ["no-new-privileges:true"]) == (board["cap_drop"], board["security_opt"])
-    assert compose_services.task_user() == board["user"]
+    assert compose_runtime.task_user() == board["user"]
     assert "max-size" in board["logging"]["options"]
 
 
@@ -275,15 +275,15 @@ def test_a_task_sees_its_own_gpus_and_is_locked_down_all_the_same(config):
 def test_tasks_run_as_the_caller_but_never_as_root(monkeypatch, uid, gid, expected):
     monkeypatch.setattr(os, "getuid", lambda: uid)
     monkeypatch.setattr(os, "getgid", lambda: gid)
-    assert expected == compose_services.task_user()
+    assert expected == compose_runtime.task_user()
 
 
 @pytest.mark.parametrize("name", ["a", "Fashion_MNIST-2026.01.01", "x" * 63, "A.-_", "9"])
 def test_a_project_s_name_is_legal_and_of_one_folder(name):
-    project = compose_services.project(Path("/here/runs") / name)
+    project = compose_runtime.project(Path("/here/runs") / name)
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", project)
-    assert project != compose_services.project(Path("/there/runs") / name)
-    assert project != compose_services.tensorboard_project(Path("/here/runs"))
+    assert project != compose_runtime.project(Path("/there/runs") / name)
+    assert project != compose_runtime.tensorboard_project(Path("/here/runs"))
 
 
 # The examples

@@ -13,7 +13,7 @@ from typing import IO
 import pytest
 from packaging.markers import Marker
 
-from cluster.host.image import checkout, images, locks, reproduction
+from cluster.host.image import checkout, images, locks
 from cluster.system.paths import ROOT
 from tests.e2e.scenario import TENSORBOARD_IMAGE as BOARD
 from tests.e2e.scenario import TRAIN_IMAGE as TRAIN
@@ -159,5 +159,5 @@ def test_an_image_must_hold_the_code_that_tasks_run_and_no_other():
 @pytest.mark.parametrize("image", images.IMAGES)
 def test_building_from_nothing_must_give_the_same_bytes(image):
     """As the image in use, which the cache may have made."""
-    verdict = reproduction.reproduce_image(image, "cpu", images.image_name(image, "cpu"), run)
+    verdict = images.reproduce_image(image, "cpu", images.image_name(image, "cpu"), run)
     assert verdict.identical, "\n".join(verdict.lines())

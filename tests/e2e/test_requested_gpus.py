@@ -14,8 +14,8 @@ import tasks
 from cluster.contract.run import launch_records
 from cluster.host.cli.command_line import shell
 from cluster.host.image import engine, images
-from cluster.host.launch import folders, teardown
-from cluster.host.runtime import compose_services
+from cluster.host.launch import folders
+from cluster.host.runtime import compose_runtime
 from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import TRAIN_IMAGE, Clusters
@@ -48,15 +48,15 @@ def host(clusters, nvidia_smi, monkeypatch) -> Iterator[Context]:
     monkeypatch.setattr(images, "train_image", lambda accelerator: TRAIN_IMAGE)
     monkeypatch.setattr(images, "build_images", lambda *_, **__: None)  # a fixture has built both
     # No engine may lift memlock without CAP_SYS_RESOURCE, which a machine for tests may lack.
-    monkeypatch.setattr(compose_services, "GPU_LIMITS", {"stack": compose_services.GPU_LIMITS["stack"]})
+    monkeypatch.setattr(compose_runtime, "GPU_LIMITS", {"stack": compose_runtime.GPU_LIMITS["stack"]})
     folders.data_dir().mkdir()
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
     yield context
-    for name in teardown.find_leftovers(clusters.runs_dir).found:
+    for name in folders.find_leftovers(clusters.runs_dir)[0]:
         run = clusters.run(name)
-        teardown.remove_run(run, shell(context), grace_s=0)
-        teardown.record_end(run)  # no agent is left to write it, and until then its GPUs are taken
+        folders.remove_run(run, shell(context), grace_s=0)
+        folders.record_end(run)  # no agent is left to write it, and until then its GPUs are taken
     clusters.invoke("down")
 
 

@@ -29,7 +29,7 @@ import tasks
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import checkout
-from cluster.host.launch import configuration, manifest, planning
+from cluster.host.launch import configuration, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.reports import listing
 from cluster.host.runtime import supervisor
@@ -218,7 +218,7 @@ def install() -> None:
         (configuration, "resolve_config", resolve),
         (LocalProcesses, "render", render),
         (checkout, "commit", lambda: None),
-        (manifest, "_tree", lambda folder: ""),
+        (startup, "_tree", lambda folder: ""),
         (os, "fsync", lambda descriptor: None),
     ]
     for target, name, by in replaced:

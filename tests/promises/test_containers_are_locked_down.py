@@ -13,7 +13,7 @@ import pytest
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime import compose_services, namespaces
+from cluster.host.runtime import compose_runtime, namespaces
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, TRAIN_IMAGE, step_of, summary
 from tests.support import doors
@@ -63,7 +63,7 @@ def training(clusters, port, tmp_path_factory) -> Iterator[RunFolder]:
 
 def containers(run: RunFolder) -> dict[str, dict[str, Any]]:
     """Return the engine's description of a run's containers, by task."""
-    label = f"label=com.docker.compose.project={compose_services.project(run.path)}"
+    label = f"label=com.docker.compose.project={compose_runtime.project(run.path)}"
     _, ids = engine.ask("ps", "--all", "--quiet", "--filter", label)
     if not ids:
         return {}
@@ -75,7 +75,7 @@ def containers(run: RunFolder) -> dict[str, dict[str, Any]]:
 def test_a_task_must_hold_no_privilege(training, task):
     found = containers(training)[task]
     host = found["HostConfig"]
-    assert found["Config"]["User"] == compose_services.task_user()
+    assert found["Config"]["User"] == compose_runtime.task_user()
     assert not found["Config"]["User"].startswith("0:")
     assert host["ReadonlyRootfs"] is True
     assert ["ALL"] == host["CapDrop"]
@@ -256,9 +256,9 @@ def test_stop_must_save_and_down_must_leave_nothing(clusters, training):
     clusters.invoke("down")
     assert {} == containers(training)
     _, networks = engine.ask("network", "ls", "--format", "{{.Name}}")
-    assert not [name for name in networks.split() if name.startswith(compose_services.project(training.path))]
+    assert not [name for name in networks.split() if name.startswith(compose_runtime.project(training.path))]
     _, boards = engine.ask(
-        "ps", "--all", "--quiet", "--filter", f"name={compose_services.tensorboard_project(clusters.runs_dir)}"
+        "ps", "--all", "--quiet", "--filter", f"name={compose_runtime.tensorboard_project(clusters.runs_dir)}"
     )
     assert "" == boards
     assert training.path.exists()

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
-from cluster.host.gpu.placement import Placement
 from cluster.host.launch import planning
+from cluster.host.nvidia import Placement
 from cluster.host.options.request import Request
 from cluster.host.runtime.base import Workload
 from cluster.host.runtime.payload import Payload

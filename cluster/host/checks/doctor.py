@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.host.gpu import devices
+from cluster.host import nvidia
 from cluster.host.image import engine, images, locks
 from cluster.host.launch import folders
-from cluster.host.runtime import compose_services, registry, tensorboard
+from cluster.host.runtime import compose_runtime, registry, tensorboard
 from cluster.host.runtime.base import Finding
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
@@ -25,6 +25,24 @@ from cluster.system.paths import ROOT
 
 _HAS_CUDA = any(importlib.metadata.distributions(name="tensorflow"))  # `tensorflow-cpu` is another distribution
 LOCKS = ("host", "train-gpu" if _HAS_CUDA else "train-cpu", "tensorboard")
+# CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
+# (docs.nvidia.com/cuda/archive/12.5.1/cuda-toolkit-release-notes). TensorFlow 2.21 is compiled with CUDA 12.5; the
+# newer 12.x libraries in train-gpu.lock run on its driver by the same minor-version compatibility.
+MIN_DRIVER = "525.60.13"
+"""The oldest driver for CUDA 12.x, by minor-version compatibility, without the features that 12.5 added."""
+FULL_DRIVER = "555.42.02"
+"""The oldest driver for all features of CUDA 12.5."""
+OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
+"""The compute capabilities with kernels in TensorFlow's wheels: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
+MIN_SHARED_BYTES = 2**30
+"""NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_runtime.GPU_SHM`)."""
+FIELDS = "driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap"
+QUERY = (f"--query-gpu={FIELDS}", "--format=csv,noheader")
+PROBE_TIMEOUT_S = 120.0
+"""Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
+BUILD = f"{COMMAND} image.build --accelerator gpu"
+PROBE = ROOT / "docker" / "see_gpus.py"
 
 
 def examine_machine(port: int = tensorboard.PORT) -> list[Finding]:
@@ -100,34 +118,11 @@ def _port(port: int) -> Finding:
     return Finding("tensorboard port", "ok", f"127.0.0.1:{port} is free or ours")
 
 
-# CUDA Toolkit Release Notes, "CUDA Toolkit and Corresponding Driver Versions"
-# (docs.nvidia.com/cuda/archive/12.5.1/cuda-toolkit-release-notes). TensorFlow 2.21 is compiled with CUDA 12.5; the
-# newer 12.x libraries in train-gpu.lock run on its driver by the same minor-version compatibility.
-MIN_DRIVER = "525.60.13"
-"""The oldest driver for CUDA 12.x, by minor-version compatibility, without the features that 12.5 added."""
-FULL_DRIVER = "555.42.02"
-"""The oldest driver for all features of CUDA 12.5."""
-OLDEST_KERNELS, NEWEST_KERNELS = "6.0", "9.0"
-"""The compute capabilities with kernels in TensorFlow's wheels: sm_60 to sm_89 and compute_90 (its .bazelrc)."""
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - read, not written to
-MIN_SHARED_BYTES = 2**30
-"""NVIDIA's recommendation for NCCL, and the size in tasks' containers (`compose_services.GPU_SHM`)."""
-QUERY = (
-    "--query-gpu=driver_version,name,mig.mode.current,ecc.errors.uncorrected.volatile.total,compute_cap",
-    "--format=csv,noheader",
-)
-
-PROBE_TIMEOUT_S = 120.0
-"""Loading cuDNN from a cold disk and initialising GPUs without persistence mode take tens of seconds."""
-BUILD = f"{COMMAND} image.build --accelerator gpu"
-PROBE = ROOT / "docker" / "see_gpus.py"
-
-
 def examine_gpus() -> list[Finding]:
     """Return the findings about GPUs. Changes nothing; one container examines itself and is removed."""
     if shutil.which("nvidia-smi") is None:
         return [Finding("gpus", "ok", "none: no nvidia-smi on this machine")]
-    code, text = devices.ask_nvidia_smi(*QUERY)
+    code, text = nvidia.ask_nvidia_smi(*QUERY)
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     if code or not rows or any(len(row) != 5 for row in rows):
         why = (text.strip() or "it lists no GPU").splitlines()[-1]
@@ -135,14 +130,9 @@ def examine_gpus() -> list[Finding]:
         return [Finding("gpus", "warning", f"nvidia-smi reports none: {why}", fix)]
     # With MIG, a process sees only a single instance, whatever the number of GPUs.
     split = any(mig == "Enabled" for _, _, mig, *_ in rows)
-    return [
-        _models(rows),
-        judge_driver(rows[0][0]),
-        judge_capabilities(row[-1] for row in rows),
-        _memory_errors(rows),
-        judge_shared_memory(_shared_bytes()),
-        *_containers(1 if split else len(rows)),
-    ]
+    findings = [_models(rows), judge_driver(rows[0][0]), judge_capabilities(row[-1] for row in rows)]
+    findings += [_memory_errors(rows), judge_shared_memory(_shared_bytes())]
+    return findings + _containers(1 if split else len(rows))
 
 
 def _models(rows: list[list[str]]) -> Finding:
@@ -200,7 +190,7 @@ def _containers(count: int) -> list[Finding]:
     if not engine.probe().ready:
         return []  # the runtime has a finding for that
     try:
-        devices.check_engine()
+        nvidia.check_engine()
     except PrerequisiteError as error:
         return [Finding("gpu image", "failed", str(error))]
     image = images.train_image("gpu")
@@ -208,9 +198,9 @@ def _containers(count: int) -> list[Finding]:
         return [Finding("gpu image", "warning", f"{image} is not built", BUILD)]
     name = f"tf-cluster-doctor-{os.getpid()}"
     # With the restrictions of a task.
-    command = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose_services.task_user()}"]
-    command += ["--gpus=all", f"--shm-size={compose_services.GPU_SHM}", "--network=none", "--read-only"]
-    command += [f"--ulimit={key}={value}" for key, value in compose_services.GPU_LIMITS.items()]
+    command = ["run", "--rm", "--init", "--pull=never", f"--name={name}", f"--user={compose_runtime.task_user()}"]
+    command += ["--gpus=all", f"--shm-size={compose_runtime.GPU_SHM}", "--network=none", "--read-only"]
+    command += [f"--ulimit={key}={value}" for key, value in compose_runtime.GPU_LIMITS.items()]
     command += ["--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
     code, text = engine.ask(*command, "--entrypoint=python", image, "-c", PROBE.read_text(), timeout_s=PROBE_TIMEOUT_S)
     if code == processes.TIMED_OUT:  # only the client was ended, not the container
@@ -222,7 +212,7 @@ def judge_image(code: int, text: str, count: int) -> Finding:
     """Return the finding about the output of `PROBE` in a container that must see `count` GPUs."""
     last = text.splitlines()[-1] if text else "no output"
     if code:
-        return Finding("gpu image", "failed", f"a container with all GPUs fails: {last}", devices.CONFIGURE)
+        return Finding("gpu image", "failed", f"a container with all GPUs fails: {last}", nvidia.CONFIGURE)
     try:
         report = json.loads(last)
         seen, error = int(report["count"]), report["error"]
@@ -230,7 +220,7 @@ def judge_image(code: int, text: str, count: int) -> Finding:
         return Finding("gpu image", "failed", f"the container printed {last[:100]!r} instead of what it sees", BUILD)
     if error or seen < count:
         why = f"; CUDA reports: {error}" if error else ""
-        return Finding("gpu image", "failed", f"{seen} GPUs seen, expected {count}{why}", devices.CONFIGURE)
+        return Finding("gpu image", "failed", f"{seen} GPUs seen, expected {count}{why}", nvidia.CONFIGURE)
     return Finding("gpu image", "ok", f"CUDA, cuDNN and NCCL load; GPUs seen: {seen}")
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from cluster.contract import strategies, tf_config
 from cluster.contract.spec import ClusterSpec, Role
-from cluster.contract.strategies import Strategy
 from cluster.host.runtime.base import Finding
 from cluster.host.view.columns import columns, plain_lines
 from cluster.system.errors import UsageError
@@ -66,9 +65,7 @@ class Explained:
     """A cluster, the part of each of its tasks, and the mistakes in its TF_CONFIG."""
 
     source: str
-    """The source of the description, in words."""
-    strategy: Strategy | None = None
-    """The strategy of the training; None if unknown."""
+    strategy: strategies.Strategy | None = None
     members: list[Member] = field(default_factory=list)
     role: str = ""
     """The type of the TF_CONFIG's own task; empty if it names none."""
@@ -81,7 +78,7 @@ class Explained:
         return all(finding.state != "failed" for finding in self.findings)
 
     @property
-    def likely(self) -> Strategy:
+    def likely(self) -> strategies.Strategy:
         """The strategy or, if unknown, the usual one of such a cluster."""
         guess = "ps" if self.select("ps") else "multiworker" if len(self.members) > 1 else "one"
         return self.strategy or strategies.get(guess)
@@ -177,9 +174,6 @@ def read_tf_config(name: str) -> str:
         raise UsageError(f"--file {name!r}: {error.strerror}; name a file that holds a TF_CONFIG") from None
 
 
-# The form
-
-
 def _read(text: str, into: Explained) -> None:
     try:
         value = json.loads(text)
@@ -246,9 +240,6 @@ def _kind(value: Any) -> str:
     return empty + _KINDS[type(value)]
 
 
-# The tasks
-
-
 def _check_roles(config: Explained) -> None:
     counts = Counter(member.role for member in config.members)
     for role in counts:
@@ -301,9 +292,6 @@ def _check_strategy(config: Explained) -> None:
     if strategy and strategy.one_process and len(config.members) > 1:
         detail = f"{name} trains in one process, and {len(config.members)} tasks are listed"
         config.fail("strategy", detail, "unset TF_CONFIG, or use MultiWorkerMirroredStrategy")
-
-
-# The addresses
 
 
 def _check_addresses(config: Explained) -> None:

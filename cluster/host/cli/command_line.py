@@ -29,14 +29,13 @@ from cluster.host.launch import configuration, folders, mirroring
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system import errors, processes
-from cluster.system.errors import ClusterError, TimedOut, UsageError
 from cluster.system.json_files import DISK_FULL
 from cluster.system.messages import COMMAND, plain, short_path, system_error
 from cluster.system.paths import ROOT
 from cluster.system.terminal import WIDE, error_text, terminal_width
 
 HELP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("help.toml").read_text())
-SHARED_HELP = {name: option.full_help for name, option in OPTIONS.items()} | {
+SHARED_HELP = {name: f"{option.help} (default: {option.default})" for name, option in OPTIONS.items()} | {
     "file": "read options from this run file, see docs/reference/options.md; those given here win (default: none)",
     "json": "print as JSON (default: no)",
     "run": "run folder's name (default: the current run)",
@@ -100,21 +99,21 @@ def takes_request(
             file = file or ""
             own_options = {parameter.name: typed.pop(parameter.name, parameter.default) for parameter in parameters}
             parsed = parse_options(**typed)
-            words = _split_overrides(c)
+            words = tuple(sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else [])
+            if " ".join(words) != c.remainder:  # invoke joins the words and loses their quotes
+                words = tuple(shlex.split(c.remainder))
             settings = run_file.read_run_file(file, taken) if file else None
             request = settings.request(parsed, words) if settings else Request(**parsed, overrides=words)
             request = mirroring.locate_mirror(request)
             if request.name in COMMANDS:
-                raise UsageError(f"--name {request.name} is also a command; choose another name")
+                raise errors.UsageError(f"--name {request.name} is also a command; choose another name")
             if not request.script and ("--help" in words or "-h" in words):
-                print(configuration.describe_training_options(request))
+                print(configuration.ask_trainer(request, ["--", "-h"]))
                 return None
             return body(c, request, **own_options)
 
-        options = [
-            Parameter(option.name, Parameter.KEYWORD_ONLY, default=UNTYPED.get(option.types, ""))
-            for option in taken.values()
-        ]
+        defaults = {option.name: UNTYPED.get(option.types, "") for option in taken.values()}
+        options = [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in defaults.items()]
         file = Parameter("file", Parameter.KEYWORD_ONLY, default=None if file_first else "")
         extras = [file, *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters)]
         wrapped.__signature__ = inspect.Signature([context, *options, *extras])  # type: ignore[attr-defined]
@@ -127,12 +126,6 @@ def takes_request(
 def parse_options(**words: Any) -> dict[str, Any]:
     """Return the fields of a request for the options that were typed."""
     return {name: OPTIONS[name].parse(word) for name, word in words.items() if word}
-
-
-def _split_overrides(c: Context) -> tuple[str, ...]:
-    typed = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    # invoke joins the words and loses their quotes.
-    return tuple(typed if " ".join(typed) == c.remainder else shlex.split(c.remainder))
 
 
 def report_errors(body: Callable[..., Any], *, has_dry_run: bool = False) -> Callable[..., Any]:
@@ -159,7 +152,7 @@ def normalise_environment() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise UsageError("the current folder was removed; change to one that exists, and try again") from None
+        raise errors.UsageError("the current folder was removed; change to one that exists, and try again") from None
     for name in [name for name in os.environ if name.startswith("PYTHON") and name not in KEPT_VARIABLES]:
         del os.environ[name]
     for closed in [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]:
@@ -178,7 +171,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
         return None if code is None else Exit(code=code)
     except Exit as ended:
         return ended
-    except ClusterError as error:
+    except errors.ClusterError as error:
         message, code = f"error: {plain(str(error))}", error.exit_code
     except UnexpectedExit as error:
         code = error.result.exited if error.result.exited in KNOWN_CODES else errors.EXIT_FAILED
@@ -191,20 +184,14 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
             raise
         code = errors.EXIT_UNREAD
     except OSError as error:
-        message, code = f"error: {_explained(error)}", errors.EXIT_FAILED
+        text = f"{system_error(error)}; correct that and try again"
+        if error.errno in DISK_FULL and not error.filename:
+            where = f"{short_path(folders.runs_dir())}, or a temporary folder"
+            text = f"{where}: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
+        message, code = f"error: {text}", errors.EXIT_FAILED
     except KeyboardInterrupt:
         message, code = "interrupted", errors.EXIT_INTERRUPTED
     return Exit(message, code=code)
-
-
-def _explained(error: OSError) -> str:
-    """Return an error of the operating system with a fix; the error may lack a file name."""
-    if error.errno in DISK_FULL and not error.filename:
-        where = short_path(folders.runs_dir())
-        return (
-            f"{where}, or a temporary folder: {error.strerror}; free space, or set RUNS_DIR or TMPDIR to another disk"
-        )
-    return f"{system_error(error)}; correct that and try again"
 
 
 def ask_user(question: str) -> str:
@@ -251,7 +238,7 @@ def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[
                 return c.run(command, **how)
         except CommandTimedOut as error:
             message = f"{command!r} did not end in {bound_s:g} s and was killed; see whether `docker info` answers"
-            raise TimedOut(message) from error
+            raise errors.TimedOut(message) from error
 
     return sh
 
@@ -264,17 +251,15 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
     engine behind it would run on and hold up its caller.
     """
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.process: subprocess.Popen[bytes] | None = None
-        self._interrupts = 0
+    process: subprocess.Popen[bytes]
+    _interrupts = 0
 
     def run(self, command: str, **options: Any) -> Result:
         """Run a command; `KeyboardInterrupt` if it was interrupted, whatever it ended with."""
         try:
             result = super().run(command, **options)
         except KeyboardInterrupt:
-            if self.process is not None and not self._interrupts:  # invoke passes on only what comes while it waits
+            if hasattr(self, "process") and not self._interrupts:  # invoke passes on only what comes while it waits
                 self._signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     processes.wait(self.process, INTERRUPTED_S)
@@ -311,18 +296,15 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        assert self.process is not None
         processes.signal_group(self.process, number)
 
     @property
     def process_is_finished(self) -> bool:
         """Whether the command has ended; it is not reaped before `returncode`, so that its group can be killed."""
-        assert self.process is not None
         return processes.has_ended(self.process)
 
     def returncode(self) -> int:
         """Reap the command and whatever it left behind in its process group; return its exit code."""
-        assert self.process is not None
         if self._interrupts:
             self.kill()  # whatever ignores the interrupt
         return self.process.wait()

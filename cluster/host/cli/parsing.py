@@ -186,10 +186,9 @@ def _print_help_or_list(program: Program) -> None:
 def _print_task_help(program: Program, name: str) -> None:
     context = program.parser.contexts[name]
     takes_request = "--preset" in context.flags
-    words = [
-        argument.name.upper() if MUST_BE_NAMED in (argument.help or "") else f"[{argument.name.upper()}]"
-        for argument in context.positional_args
-    ]
+    words = []
+    for argument in context.positional_args:
+        words.append(argument.name.upper() if MUST_BE_NAMED in (argument.help or "") else f"[{argument.name.upper()}]")
     print(" ".join([COMMAND, context.name, *words, "[OPTIONS]", *(["[-- OVERRIDES]"] if takes_request else [])]))
     width = min(shutil.get_terminal_size().columns, 120)
     print(f"\n{textwrap.fill(inspect.getdoc(program.collection[name]) or '', width)}\n")
@@ -275,10 +274,7 @@ COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
 
 
 def find_candidates(collection: Collection, contexts: dict[str, ParserContext], typed: str) -> list[str]:
-    """Return the possible values at the end of a command line; empty if invoke completes names, or on any error.
-
-    `contexts` has the arguments of each task, by name; `typed` begins with the program's name.
-    """
+    """Return the possible values at the end of a command line; empty if invoke completes names, or on any error."""
     try:
         words = shlex.split(typed)[1:]
         if not words or words[0] not in collection.task_names:

@@ -18,7 +18,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Restart
 from cluster.contract.spec import Role
 from cluster.host.control import foreground
-from cluster.host.launch.teardown import in_progress
+from cluster.host.launch.folders import in_progress
 from cluster.host.runtime import registry
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut, UsageError, nearest
 from cluster.system.json_files import append_json
@@ -88,7 +88,6 @@ class FaultCost:
     steps_lost: int | None
     ended: str | None
     script_started_s: float | None = None
-    """Time until the restarted processes of a script had started."""
 
     @property
     def as_it_should(self) -> bool:
@@ -102,14 +101,10 @@ class FaultCost:
         if self.detected_s is None:
             return f"no restart; a new step {self.resumed_s:.2f} s later"
         if self.script_started_s is not None:
-            return (
-                f"noticed after {self.detected_s:.2f} s, the script's process started again after "
-                f"{self.script_started_s:.2f} s; what it repeats is not known"
-            )
-        return (
-            f"noticed after {self.detected_s:.2f} s, next new step after {self.resumed_s:.2f} s, "
-            f"{self.steps_lost} steps done again"
-        )
+            again = f"the script's process started again after {self.script_started_s:.2f} s"
+            return f"noticed after {self.detected_s:.2f} s, {again}; what it repeats is not known"
+        noticed = f"noticed after {self.detected_s:.2f} s, next new step after {self.resumed_s:.2f} s"
+        return f"{noticed}, {self.steps_lost} steps done again"
 
 
 def check_fault(run: RunFolder, fault: Fault) -> None:
@@ -120,7 +115,7 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
     run.load_cluster().task(fault.task)
     if fault.whole and not kind.takes_whole:
         raise UsageError(f"--whole with {fault.kind}: it is for kill, which else kills the task's program alone")
-    registry.find_runtime(run).faults(run).check(fault.kind, fault.task)
+    registry.find_runtime(run).injector(run).check(fault.kind, fault.task)
     if kind.needs_trainer and run.script:
         raise UsageError(f"{fault.kind} with a script: {kind.needs_trainer}")
     if not in_progress(run):
@@ -128,14 +123,15 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
 
 
 def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> FaultCost:
-    """Inject a fault; return its cost once the run has recovered or ended.
+    """Inject a fault; return its cost once the run has recovered or ended. UsageError: it was not injected."""
+    injector = registry.find_runtime(run).injector(run)
 
-    Raises:
-        UsageError: the fault is refused, or the run ended before it could be injected.
-        TimedOut: the run did not become ready, or neither recovered nor ended.
-    """
-    injector = registry.find_runtime(run).faults(run)
-    _await(lambda: _ready(run, fault), run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
+    def is_ready() -> bool:
+        beat = run.heartbeat(fault.task)
+        begun = beat is not None and beat.state in WORKING and beat.generation == run.generation
+        return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
+
+    _await(is_ready, run, timeout_s, f"{fault.task} to train and step {fault.at_step}")
     if run.summary.exists():
         raise UsageError(f"run {run.name!r} ended before step {fault.at_step}; nothing was injected")
     watch = _Watch(run, fault)
@@ -150,7 +146,8 @@ def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) 
             _await(watch.has_been_noticed, run, timeout_s, f"anybody to notice {fault}")
             injector.undo(fault.task)
         _await(watch.has_recovered, run, timeout_s, f"the run to recover from {fault}")
-        if fault.kind == "flip" and not watch.has_flipped():
+        flipped = any(event.event == "flipped" and event.time > watch.time for event in run.events())
+        if fault.kind == "flip" and not flipped:
             raise UsageError(f"run {run.name!r} ended before {fault.task} flipped a bit; nothing was injected")
     finally:
         injector.undo(fault.task)
@@ -170,7 +167,6 @@ class _Watch:
         workers = [task.name for task in cluster.of(Role.WORKER)]
         dispensable = least is not None and len(workers) > least and fault.task in workers
         self.is_left_out = self.kind.elastic and dispensable
-        """Whether the run will continue without the task."""
         self.unnoticed = self.kind.unnoticed or (self.kind.lasts and len(cluster.tasks) == 1)
         """Whether no agent reacts to the fault, so that it must be undone after `SLOW_S`."""
 
@@ -181,10 +177,6 @@ class _Watch:
         acted = ("restarted", "frozen", "silent", "hang")
         recent = [event for event in self._run.events() if event.time > self.time and event.event in acted]
         return self._run.generation > self.generation or any(event.task == self._fault.task for event in recent)
-
-    def has_flipped(self) -> bool:
-        """Whether a task has flipped a bit since the injection."""
-        return any(event.event == "flipped" and event.time > self.time for event in self._run.events())
 
     def has_recovered(self) -> bool:
         if self._run.summary.exists():
@@ -223,12 +215,6 @@ class _Watch:
         )
 
 
-def _ready(run: RunFolder, fault: Fault) -> bool:
-    beat = run.heartbeat(fault.task)
-    begun = beat is not None and beat.state in WORKING and beat.generation == run.generation
-    return begun and run.programs(fault.task).exists() and run.newest_step >= fault.at_step
-
-
 def _await(condition: Callable[[], object], run: RunFolder, timeout_s: float, what: str) -> None:
     if not wait_until(lambda: condition() or run.summary.exists(), timeout_s, POLL_S):
         raise TimedOut(f"waited {timeout_s:g} s for {what}; see `{COMMAND} status`")
@@ -246,9 +232,7 @@ def run_storm(
             raise UsageError(f"--kinds {kind}: it ends the run, and the storm with it; inject it alone")
         check_fault(run, Fault(kind, "chief"))
     if run.script:
-        raise UsageError(
-            "storm with a script: a script reports no steps between which to inject faults; kill its tasks one by one"
-        )
+        raise UsageError("storm with a script, which reports no steps between which to inject: kill its tasks singly")
     results = inject_all(run, count, seed, kinds, timeout_s, limit_s)
     print_lines(f"{counted(len(results), 'fault')} injected; waiting for the run's end")
     ended = foreground.show_until_end(run)
@@ -258,9 +242,7 @@ def run_storm(
         why = f": {cause.task or 'the run'}: {cause.error}" if cause else ""
         print_lines(f"the run {ended.state} after {len(results)} of {counted(count, 'fault')}{why}")
     elif len(results) < count:
-        print_lines(
-            f"the run ended before {count} faults: train for longer (-- --max-steps), or request fewer (--faults)"
-        )
+        print_lines(f"the run ended before {count} faults: train longer (-- --max-steps), or ask for fewer (--faults)")
     well = ended.state == "succeeded" and len(results) == count and reference.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED
 
@@ -307,7 +289,7 @@ def _draw_fault(run: RunFolder, draw: random.Random, kinds: Sequence[str]) -> Fa
     choices = [(kind, False) for kind in kinds]
     if not kinds:  # each kind that the run survives, by its weights for the program and the whole task
         elastic = run.started.min_workers is not None and bool(workers)
-        survived = registry.find_runtime(run).faults(run).storm
+        survived = registry.find_runtime(run).injector.storm
         for kind in KINDS.values():
             if kind.name in survived and kind.synchronous <= spec.kind.synchronous and kind.elastic <= elastic:
                 choices += [(kind.name, False)] * kind.draws + [(kind.name, True)] * kind.whole_draws

@@ -10,20 +10,16 @@ from cluster.contract import spec
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import foreground
-from cluster.host.launch import folders, teardown
+from cluster.host.launch import folders
 from cluster.host.runtime import mirror, tensorboard, warm
 from cluster.host.runtime.base import Runtime, Shell
-from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, TimedOut, UsageError, nearest
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, PrerequisiteError, TimedOut, UsageError, nearest
 from cluster.system.messages import COMMAND, plain, short_path
 from cluster.system.terminal import error_text, print_lines
 
 
 def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> int:
-    """End a run, or without a name every run and TensorBoard; return the exit code, that of the first failure.
-
-    Each run gets `timeout_s` to save and stop before it is ended. A run that cannot be ended does not keep the others
-    from being ended.
-    """
+    """End a run, or without a name all runs and TensorBoard; return the exit code, that of the first failure."""
     codes = []
 
     @contextlib.contextmanager
@@ -36,16 +32,21 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
             print(error_text(message), file=sys.stderr, flush=True)
             codes.append(error.exit_code if isinstance(error, ClusterError) else EXIT_FAILED)
 
-    left = teardown.find_leftovers(runs_dir)
-    for run in [_find_run(runs_dir, name, left)] if name else [RunFolder(runs_dir / each) for each in left.found]:
+    left, unreachable = folders.find_leftovers(runs_dir)
+    runs = [RunFolder(runs_dir / each) for each in left]
+    if name:  # its folder may be gone, and only processes or containers left
+        run = RunFolder(runs_dir / spec.check_run_name(name))
+        runs = [run if name in left or name in unreachable else folders.find_run(name)]
+    for run in runs:
         with reported():
-            if run.name in left.unreachable:
+            if run.name in unreachable:
                 continue
-            end_run(run, timeout_s, sh, also=left.found.get(run.name, ()))
+            end_run(run, timeout_s, sh, also=left.get(run.name, ()))
             where = short_path(run.path) if run.path.exists() else "gone"
             print_lines(f"{run.name} is down; its folder is {where}")
     with reported():
-        left.check(name)
+        if names := [each for each in unreachable if name in (None, "", each)]:
+            raise PrerequisiteError(f"{', '.join(names)}: in {unreachable[names[0]]}, then `{COMMAND} down` again")
     if not name:
         with reported():
             mirror.end_uploads(runs_dir, timeout_s)
@@ -58,31 +59,18 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
 
 
 def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
-    """Ask a run in progress to save and stop, and remove its leftovers, even if its folder is damaged.
-
-    `also` are runtimes that are known to have leftovers of the run, whatever its records say.
-
-    Raises:
-        Taken: another command holds the run's claim and has not ended in time.
-        PrerequisiteError: the run is in containers, and no engine answers.
-    """
+    """Ask a run to save and stop, and remove its leftovers, those on the runtimes `also`, too; it may be damaged."""
     try:
-        if teardown.in_progress(run):
+        if folders.in_progress(run):
             foreground.stop(run, f"{COMMAND} down", timeout_s)
     except TimedOut:  # a run that cannot stop is ended nevertheless
         pass
     except Exception as error:
         print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
     with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
-        teardown.remove_run(run, sh, also=also)
-        teardown.record_end(run)
+        folders.remove_run(run, sh, also=also)
+        folders.record_end(run)
         mirror.end_upload(run, timeout_s)
-
-
-def _find_run(runs_dir: Path, name: str, left: teardown.Leftovers) -> RunFolder:
-    """Return the run called `name`, even if its folder is gone and only processes or containers are left."""
-    run = RunFolder(runs_dir / spec.check_run_name(name))
-    return run if run.name in left.found or run.name in left.unreachable else folders.find_run(name)
 
 
 def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:
@@ -91,7 +79,7 @@ def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:
     for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
         run = RunFolder(path)
         is_run = not path.name.startswith(".") and _is_run(run)
-        if is_run and time.time() - end_time(run) >= older_s and not teardown.in_progress(run):
+        if is_run and time.time() - end_time(run) >= older_s and not folders.in_progress(run):
             old_runs.append(run)
     return sorted(old_runs, key=end_time)
 
@@ -102,7 +90,7 @@ def find_ended_run(runs_dir: Path, name: str) -> RunFolder:
     if not _is_run(run):
         known = [path.parent.name for path in runs_dir.glob("*/cluster.json")]
         raise UsageError(f"no run {name!r} in {short_path(runs_dir)}{nearest(name, known) if known else ''}")
-    if teardown.in_progress(run):
+    if folders.in_progress(run):
         raise UsageError(f"run {name!r} is in progress; `{COMMAND} down {name}` before it is deleted")
     return run
 
@@ -128,7 +116,7 @@ def delete_runs(runs: Iterable[RunFolder]) -> list[str]:
     for run in runs:
         try:
             with claim.hold_claim(run, "deleted"):
-                if teardown.in_progress(run):
+                if folders.in_progress(run):
                     raise UsageError(f"run {run.name!r} is in progress again; it stays")
                 run.delete()
         except (ClusterError, OSError) as error:

@@ -11,7 +11,7 @@ from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.contract.run.heartbeat import LivenessMonitor
 from cluster.contract.run.records import AfterStop, Summary
-from cluster.host.launch import startup, teardown
+from cluster.host.launch import folders, startup
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
@@ -26,10 +26,7 @@ from cluster.system.terminal import error_text, print_lines
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
-"""Longest time without any heartbeat after a start, or while a supervisor is alive.
-
-It begins after pulling images and preparing data.
-"""
+"""Longest time without any heartbeat after a start, once the data and images are there, or with a live supervisor."""
 STOP_TIMEOUT_S = 75.0
 """Timeout of a graceful stop; the grace periods of the engine and of the agents are shorter."""
 
@@ -121,7 +118,7 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
 
 def report_end(run: RunFolder, ended: Summary, sh: Shell, headline: str = "") -> int:
     """Remove the leftovers of a run that has ended, and print the result; return the exit code."""
-    left = teardown.remove_ended(run, sh)
+    left = folders.remove_ended(run, sh)
     if headline:
         print(headline)
     mirror.await_upload(run)
@@ -185,16 +182,16 @@ def kill(run: RunFolder, sh: Shell) -> Summary:
         try:
             with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
                 # `docker compose kill` would fail if an agent had seen the outcome and ended first.
-                teardown.remove_run(run, sh, grace_s=0)
+                folders.remove_run(run, sh, grace_s=0)
         finally:
-            teardown.record_end(run)  # no agent is left to write the summary
+            folders.record_end(run)  # no agent is left to write the summary
     return records.read_record(run.summary, Summary.from_json)
 
 
 def _announce_background(run: RunFolder) -> None:
     """Print that a run continues although this command no longer watches it; the error is reported separately."""
     with contextlib.suppress(Exception):
-        if teardown.in_progress(run):
+        if folders.in_progress(run):
             print(error_text(_in_background(run)), file=sys.stderr, flush=True)
 
 
@@ -212,10 +209,7 @@ def exit_code(ended: Summary) -> int:
 
 
 def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
-    """End a run that has no live task: its engine stopped, or everything was killed.
-
-    The silence is measured by this watcher's observations, since the timestamps of other machines may be wrong.
-    """
+    """End a run that has no live task, by this watcher's clock: its engine stopped, or everything was killed."""
     if monitor.silence_s <= LOST_AFTER_S:
         return
     # While the supervisor imports for all tasks, it may be too busy to write their heartbeats for a long time.

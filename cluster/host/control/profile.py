@@ -43,13 +43,7 @@ CACHE_TIMEOUT_S = 60.0
 
 
 def trace_task(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
-    """Trace a task's next steps; return lines of text about the trace.
-
-    Raises:
-        UsageError: the task cannot be traced, or is being traced.
-        RunFailed: the run ended before the trace, or the task failed to make it.
-        TimedOut: there was no trace within `timeout_s`.
-    """
+    """Trace a task's next steps; return lines of text about the trace."""
     _check_task(run, name)
     request = TraceRequest(id=uuid.uuid4().hex, task=name, steps=steps, until=time.time() + timeout_s)
     _ask(run, request)
@@ -73,22 +67,17 @@ def _check_task(run: RunFolder, name: str) -> None:
     spec = run.load_cluster()
     task = spec.task(name)
     if run.script:
-        raise UsageError(
-            f"run {run.name!r} is one of a script, which takes its own steps; call tf.profiler.experimental in it, or "
-            "give its TensorBoard callback profile_batch"
-        )
+        advice = "call tf.profiler.experimental in it, or give its TensorBoard callback profile_batch"
+        raise UsageError(f"run {run.name!r} is one of a script, which takes its own steps; {advice}")
     if run.outcome or run.load_summary():
-        raise UsageError(
-            f"run {run.name!r} has ended, so nothing trains in it; `{COMMAND} up --resume {run.name}` continues it"
-        )
+        hint = f"`{COMMAND} up --resume {run.name}` continues it"
+        raise UsageError(f"run {run.name!r} has ended, so nothing trains in it; {hint}")
     if spec.serves(task):
         raise UsageError(f"{name} only runs functions that the chief sends; `{COMMAND} profile chief`")
     if task.role == Role.EVALUATOR:
         raise UsageError(f"{name} takes no training steps; name one that does: `{COMMAND} profile chief`")
     if spec.kind.served and run.load_config().get("loop") == "fit":
-        raise UsageError(
-            "Keras's fit under parameter servers reports no single steps; use --loop custom to trace there"
-        )
+        raise UsageError("Keras's fit under parameter servers reports no single steps; trace with --loop custom")
     beat = read_live_heartbeats(run, name).get(name)
     state = beat.state if beat else "not started"
     if state not in WORKING:
@@ -135,10 +124,8 @@ def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnsw
 
     if answer := wait_until(answered, timeout_s, POLL_S):
         return answer
-    raise TimedOut(
-        f"no trace of {request.task} in {timeout_s:g} s; it may be restarting or in a long call, see "
-        f"`{COMMAND} status`, then try again"
-    )
+    advice = f"it may be restarting or in a long call, see `{COMMAND} status`, then try again"
+    raise TimedOut(f"no trace of {request.task} in {timeout_s:g} s; {advice}")
 
 
 def prepare_trace(folder: Path) -> bool:

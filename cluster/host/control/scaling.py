@@ -15,9 +15,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.control import foreground
-from cluster.host.launch import planning, startup, teardown
+from cluster.host.launch import folders, planning, startup
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.planning import build_cluster
 from cluster.host.launch.resuming import inherit_topology
 from cluster.host.options.request import Request
 from cluster.host.runtime.base import Shell
@@ -36,12 +35,7 @@ def scale_run(
     """Scale a run; return the exit code once every task trains again, or the run has ended instead.
 
     None for `workers` or `ps` keeps the current number. `trust` accepts records that have changed since this user
-    started the run.
-
-    Raises:
-        UsageError: the run cannot be scaled to that size, and continues undisturbed.
-        PrerequisiteError: this machine lacks the resources; the run continues undisturbed.
-        TimedOut: the run did not stop, and continues with its current size.
+    started the run. A run that cannot be scaled, or that does not stop in time, continues with its current size.
     """
     before = membership.cluster(run)
     with claim.hold_claim(run, "scaled"):
@@ -51,7 +45,7 @@ def scale_run(
         print_lines(f"{run.name}: every task saves at the same step and ends, then it continues")
         began = time.monotonic()
         stopped = stop_for_scaling(run)
-        step, reached = _reached(run)
+        step, done = max(run.saved_steps, default=0), run.newest_step
         swapped = stopped and _swap(planned, sh)
     if not swapped:
         return _report_end(run, sh, f"{run.name} ended before it was scaled")
@@ -60,15 +54,18 @@ def scale_run(
     for when, cluster in (("before", before), ("after", after)):
         counts |= {f"workers_{when}": _workers(cluster), f"ps_{when}": len(cluster.of(Role.PS))}
     run.event("chief", "scaled", step=step, **counts)
+    reached = f"step {step}"
+    if done > step:  # an evaluator reports only steps that were saved
+        reached += f" ({counted(done - step, 'step')} done again: a task ended before all had saved)"
     sizes = f"{_workers(before)} to {_workers(after)} workers"
     if before.of(Role.PS) or after.of(Role.PS):
         sizes = f"{_size(before)} to {_size(after)}"
-    done = f"scaled from {sizes} at {reached}"
+    scaled = f"scaled from {sizes} at {reached}"
     with Live() as live:
         trains = foreground.until_training(run, live.show)
     if not trains:
-        return _report_end(run, sh, f"{run.name} was {done}, and ended before every task trained again")
-    print_lines(f"{done}; every task trains again after {time.monotonic() - began:.1f} s")
+        return _report_end(run, sh, f"{run.name} was {scaled}, and ended before every task trained again")
+    print_lines(f"{scaled}; every task trains again after {time.monotonic() - began:.1f} s")
     return EXIT_DONE
 
 
@@ -79,46 +76,29 @@ def plan_scaling(run: RunFolder, workers: int | None, ps: int | None = None, *, 
     if not options:
         raise UsageError("--workers is missing: say how many, such as --workers 1")
     if run.script:
-        raise UsageError(
-            f"run {run.name!r} is one of a script, which keeps its own state; `{COMMAND} stop {run.name}`, then "
-            f"`{COMMAND} up --resume {run.name}{options}`"
-        )
-    if not teardown.in_progress(run):
+        commands = f"`{COMMAND} stop {run.name}`, then `{COMMAND} up --resume {run.name}{options}`"
+        raise UsageError(f"run {run.name!r} is one of a script, which keeps its own state; {commands}")
+    if not folders.in_progress(run):
         raise UsageError(f"run {run.name!r} has ended; `{COMMAND} up --resume {run.name}{options}` continues it")
     previous = run.load_cluster()
     if previous.kind.staged:
-        raise UsageError(
-            f"run {run.name!r} is a pipeline, whose model is cut for its {previous.stages} stages; `{COMMAND} stop "
-            f"{run.name}`, then `{COMMAND} up --resume {run.name} --stages N` cuts it again"
-        )
-    requested = Request(
-        resume=run.name,
-        workers=workers,
-        ps=ps,
-        runtime=run.load_started().runtime or "auto",
-        tensorboard_port="0",
-        trust=trust,
-    )
-    _check_size(run, membership.cluster(run), build_cluster(inherit_topology(requested, previous)))
+        commands = f"`{COMMAND} stop {run.name}`, then `{COMMAND} up --resume {run.name} --stages N` cuts it again"
+        raise UsageError(f"run {run.name!r} is a pipeline, cut into {previous.stages} stages; {commands}")
+    runtime = run.load_started().runtime or "auto"
+    requested = Request(resume=run.name, workers=workers, ps=ps, runtime=runtime, tensorboard_port="0", trust=trust)
+    _check_size(run, membership.cluster(run), planning.build_cluster(inherit_topology(requested, previous)))
     return planning.plan(requested, stops_first=True)
 
 
 def stop_for_scaling(run: RunFolder) -> bool:
-    """Make every task save and end; return False if the run has finished instead.
-
-    Raises:
-        UsageError: another command is stopping the run.
-        TimedOut: the run did not stop, and continues.
-    """
+    """Make every task save and end; return False if the run has finished instead. After an error it continues."""
     requested = run.request_stop(f"{COMMAND} scale", then=AfterStop.SCALE)
     if not requested and run.after_stop != AfterStop.SCALE:  # a request to scale is that of a killed command
         raise UsageError(f"run {run.name!r} is being stopped already; `{COMMAND} status --watch` shows it")
     try:
         if not wait_until(lambda: run.outcome, foreground.STOP_TIMEOUT_S, foreground.POLL_S):
-            raise TimedOut(
-                f"run {run.name} did not stop in {foreground.STOP_TIMEOUT_S:g} s, so it was not scaled; once its tasks "
-                f"have saved it continues as it was, see `{COMMAND} status --watch`"
-            )
+            then = f"it continues as it was once its tasks have saved, see `{COMMAND} status --watch`"
+            raise TimedOut(f"run {run.name} did not stop in {foreground.STOP_TIMEOUT_S:g} s to be scaled; {then}")
     except BaseException:
         run.withdraw_stop()
         raise
@@ -130,7 +110,7 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     run = planned.run
     try:
         summary.await_last_heartbeats(run, summary.SETTLE_S)
-        teardown.remove_run(run, sh)
+        folders.remove_run(run, sh)
         if run.continues_elsewhere:
             startup.continue_run(planned, sh)
             return True
@@ -148,9 +128,8 @@ def _swap(planned: Plan, sh: Shell) -> bool:
 
 def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -> None:
     if previous.kind.hardware:
-        raise UsageError(
-            f"run {run.name!r} trains on the cores of a {previous.kind.hardware.upper()}, whose number is fixed"
-        )
+        hardware = previous.kind.hardware.upper()
+        raise UsageError(f"run {run.name!r} trains on the cores of a {hardware}, whose number is fixed")
     if [task.name for task in requested.tasks] == [task.name for task in previous.tasks]:
         raise UsageError(f"run {run.name!r} has {_size(previous)} already")
     config = run.load_config()
@@ -161,17 +140,8 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
     fitting = [n for n in counts if batch % ((1 + n) * requested.devices) == 0 and n != _workers(previous)]
     near = [str(n) for n in sorted(sorted(fitting, key=lambda n: abs(n - _workers(requested)))[:SHOWN_COUNTS])]
     use = f"use {either(near)} workers" if near else "no other number fits"
-    raise UsageError(
-        f"--workers {_workers(requested)}: global batch {batch} is not divisible by {requested.batch_divisor} "
-        f"replicas; {use}"
-    )
-
-
-def _reached(run: RunFolder) -> tuple[int, str]:
-    step, done = max(run.saved_steps, default=0), run.newest_step  # an evaluator reports only steps that were saved
-    if done <= step:
-        return step, f"step {step}"
-    return step, f"step {step} ({counted(done - step, 'step')} done again: a task ended before all had saved)"
+    replicas = counted(requested.batch_divisor, "replica")
+    raise UsageError(f"--workers {_workers(requested)}: global batch {batch} is not divisible by {replicas}; {use}")
 
 
 def _report_end(run: RunFolder, sh: Shell, headline: str) -> int:

@@ -26,7 +26,6 @@ class Availability:
     detail: str = ""
     """A description, such as the engine's version, or the reason why it cannot be used."""
     fix: str = ""
-    """Advice if it cannot be used."""
 
 
 def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:

@@ -1,42 +1,47 @@
-"""The images: their names and inputs, the check whether they are current, and the commands that build them."""
+"""The images: names, inputs, the check whether they are current, the commands that build them, and reproduction.
 
+`invoke image.reproduce` rebuilds an image from scratch and compares it layer by layer. Two images with the same
+configuration, date and layer hashes are identical. Ids are not compared, since engines compute them differently. Both
+builds have separate tags, which are removed afterwards, so that no image in use is changed.
+"""
+
+import itertools
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from cluster.host.image import checkout, engine
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
 from cluster.system.files import files_sha256
-from cluster.system.messages import COMMAND, last_output_line
+from cluster.system.messages import COMMAND, counted, last_output_line
 from cluster.system.paths import ROOT
 
 ACCELERATORS = ("cpu", "gpu")
 PYTHON = "3.11"
-"""The version of Python in the images."""
 IMAGES = ("train", "tensorboard")
 """The images, named like their stages of the Dockerfile."""
-
 PYTHON_BASE = "python:3.11-slim-bookworm"
 DEBIAN_BASE = "tf-cluster/base:bookworm"
 """Replaces `PYTHON_BASE` if no image can be pulled: built on this machine from Debian's packages."""
-
 INPUTS_LABEL = "tf-cluster.inputs"
 """The label with a hash of an image's inputs: as long as these are unchanged, `up` does not rebuild the image."""
-
 _OCI = "org.opencontainers.image."
-
 REGISTRY_TIMEOUT_S = 20.0
 _REFERENCE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"
 _BASE_TAR = ".build/base.tar"
 _CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+BOTH = "both"
+TAG = "tf-cluster/reproduction"
 
 
 @dataclass(frozen=True)
@@ -80,22 +85,17 @@ def default_base(requested: str = "") -> Base:
         if found := _on_engine(name):
             return found
     name = requested or PYTHON_BASE
-    code, answer = engine.ask(
-        "buildx", "imagetools", "inspect", "--format={{.Manifest.Digest}}", name, timeout_s=REGISTRY_TIMEOUT_S
-    )
+    words = ("buildx", "imagetools", "inspect", "--format={{.Manifest.Digest}}", name)
+    code, answer = engine.ask(*words, timeout_s=REGISTRY_TIMEOUT_S)
     if code == 0:
         return Base(f"{name.partition('@')[0]}@{answer}", answer)
     reason = last_output_line(answer)
     if requested:
-        raise PrerequisiteError(
-            f"base image {requested} is neither on this engine nor in a registry that answers ({reason}); "
-            "name one with Python 3.11, or none for the default"
-        )
+        where = f"is neither on this engine nor in a registry that answers ({reason})"
+        raise PrerequisiteError(f"base image {requested} {where}; name one with Python 3.11, or none for the default")
     if shutil.which("mmdebstrap") is None:
-        raise PrerequisiteError(
-            f"{PYTHON_BASE} cannot be pulled ({reason}) and mmdebstrap, which makes a base from "
-            "Debian's packages, is not installed; install it, or set BASE_IMAGE to an image with Python 3.11"
-        )
+        why = f"{PYTHON_BASE} cannot be pulled ({reason}), and mmdebstrap, which makes one, is not installed"
+        raise PrerequisiteError(f"{why}; install it, or set BASE_IMAGE to an image with Python 3.11")
     return Base(DEBIAN_BASE, missing=True)
 
 
@@ -151,10 +151,7 @@ def inputs_sha256(base: Base) -> str:
 
 
 def are_current(accelerator: str) -> bool:
-    """Return whether both images are on this engine, and building them on the same base would change nothing.
-
-    No registry is queried for a newer base; $BASE_IMAGE must name the same one if it is set.
-    """
+    """Return whether both images are here and as built on the same base, which must be $BASE_IMAGE if that is set."""
     names = [image_name(image, accelerator) for image in IMAGES]
     code, text = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
     labels = [json.loads(line) or {} for line in text.splitlines()] if code == 0 else [{}]
@@ -196,9 +193,8 @@ def inspect_image(image: str) -> dict[str, str]:
     """Return the record of an image for the manifest, with the digest of its base or, without one, of its content."""
     code, text = engine.ask("image", "inspect", "--format={{json .}}", image)
     if code != 0:
-        raise PrerequisiteError(
-            f"image {image} is not on this engine ({last_output_line(text)}); run `{COMMAND} image.build`"
-        )
+        why = last_output_line(text)
+        raise PrerequisiteError(f"image {image} is not on this engine ({why}); run `{COMMAND} image.build`")
     details = json.loads(text)
     labels = details["Config"]["Labels"] or {}
     return {
@@ -227,3 +223,86 @@ def build_images(sh: Callable[[str], object], accelerator: str = "cpu", *, renew
         return
     for command in pending_commands(accelerator):
         sh(command)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The engine's record of an image."""
+
+    name: str
+    layers: list[str]
+    config: dict[str, Any]
+    created: str
+
+
+@dataclass(frozen=True)
+class ImageComparison:
+    """The comparison of two images."""
+
+    image: str
+    first: Contents
+    second: Contents
+
+    @property
+    def identical(self) -> bool:
+        """Whether all files and settings are the same."""
+        return replace(self.first, name="") == replace(self.second, name="")
+
+    @property
+    def differing(self) -> list[int]:
+        """The numbers of the layers that differ, from 1; empty if only the configuration differs."""
+        pairs = itertools.zip_longest(self.first.layers, self.second.layers)
+        return [number for number, (first, second) in enumerate(pairs, 1) if first != second]
+
+    def lines(self) -> list[str]:
+        pair = f"{self.first.name} and {self.second.name}"
+        if self.identical:
+            shown = [f"layer {number}  {digest}" for number, digest in enumerate(self.first.layers, 1)]
+            return [f"identical: {counted(len(shown), 'layer')} of {self.image}: {pair}", *shown]
+        what = f"layer {', '.join(map(str, self.differing))}" if self.differing else "the configuration"
+        return [f"different: {self.image} in {what}: {pair}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form of `--json`."""
+        compared = [asdict(self.first), asdict(self.second)]
+        return {"image": self.image, "identical": self.identical, "compared": compared, "differing": self.differing}
+
+
+def choose_images(image: str, against: str) -> tuple[str, ...]:
+    """Return the images to build; raise UsageError if the options are invalid."""
+    if image not in (*IMAGES, BOTH):
+        raise UsageError(f"--image {image!r} is unknown{nearest(image, (*IMAGES, BOTH))}")
+    if image == BOTH and against:
+        raise UsageError(f"--against {against!r} is one image; say which one it is: --image train or tensorboard")
+    return IMAGES if image == BOTH else (image,)
+
+
+def reproduce_image(image: str, accelerator: str, against: str, sh: Callable[[str], object]) -> ImageComparison:
+    """Build an image from scratch, twice, or once to compare it with an existing image."""
+    called = image_name(image, accelerator)
+    engine.demand("building an image")
+    other = _inspect(against, against) if against else None  # before the build, which takes minutes
+    base = default_base()
+    for command in base_commands() if base.missing else []:
+        sh(command)
+
+    def built(name: str) -> Contents:
+        """Build an image; afterwards remove its tag, and the image unless it has another tag."""
+        tag = f"{TAG}:{secrets.token_hex(4)}"
+        sh(build_command(image, accelerator, base, "--no-cache", f"--tag={tag}"))
+        try:
+            return _inspect(tag, name)
+        finally:
+            sh(shlex.join(["docker", "image", "rm", tag]))
+
+    if other:
+        return ImageComparison(called, built("a new build"), other)
+    return ImageComparison(called, built("the first build"), built("the second build"))
+
+
+def _inspect(image: str, name: str) -> Contents:
+    asked = "--format=[{{json .RootFS.Layers}}, {{json .Config}}, {{json .Created}}]"
+    code, text = engine.ask("image", "inspect", asked, "--", image)
+    if code:
+        raise UsageError(f"--against {image!r} is not an image on this engine; `docker load` brings it from an archive")
+    return Contents(name, *json.loads(text))

@@ -26,21 +26,16 @@ def resolve_config(
     code_dirs: Sequence[str] = (),
     cores: int = 0,
 ) -> tuple[dict[str, Any], tuple[Path, ...], str]:
-    """Return the checked configuration, the folders of the user's modules in it, and a description of its data.
-
-    The description is empty if the data must be prepared first.
+    """Return the checked configuration, the folders of the user's modules in it, and a description of prepared data.
 
     Args:
         base: the `config.json` of a resumed or repeated run, which replaces the preset.
         packages: the folder of extra packages that the user's modules import.
         code_dirs: the folders of the user's modules in the resumed or repeated run, as a fallback.
         cores: number of cores of each task on another machine; 0 for those of this machine.
-
-    Raises:
-        UsageError: a preset, an option or a value is wrong.
     """
     command = [f"--data-dir={data_dir()}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
-    value: dict[str, Any] = _ask(request, [*command, "--", *request.training()], packages, code_dirs)
+    value: dict[str, Any] = ask_trainer(request, [*command, "--", *request.training()], packages, code_dirs)
     return value["config"], tuple(Path(folder) for folder in value["code_dirs"]), value["data"]
 
 
@@ -54,14 +49,12 @@ def check_config(
 ) -> dict[str, Any]:
     """Check that a configuration's data, model and loss fit together; the data must be prepared.
 
-    Built-in ones do. Others, and a model that is cut into stages, are tried, which takes as long as TensorFlow's import
-    unless `start` starts a process that has imported it. `environment` is that of the tasks; a stage may use
-    `memory_bytes`, 0 for any amount.
+    Built-in ones do. Others, and models cut into stages, are tried in the tasks' `environment`, which takes as long as
+    TensorFlow's import unless `start` starts a process that has imported it. A stage may use `memory_bytes`, 0 for any.
 
     Returns:
-        The result of `train.pipeline.stage_models.describe_partition` for a model with stages; under `unverified`
-        the operations that keep oneDNN off, see `train/startup/primitives.py`; under `missing` the variables that the
-        user's code looked for and did not find. Empty for built-in models.
+        The partition of a model with stages; under `unverified` the operations that keep oneDNN off, and `missing` the
+        variables that the user's code looked for and did not find. Empty for built-in models.
     """
     named = [str(config.get(part, "")) for part in ("dataset", "model", "loss", "metrics")]
     named.append(config.get("optimizer", {}).get("name", ""))
@@ -75,18 +68,12 @@ def check_config(
         "pipelines": cluster.pipelines,
         "memory_bytes": memory_bytes or None,
     }
-    options = (
-        f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {config['optimizer']['name']!r}"
-    )
-    return _preflight("check", config, cluster, environment, options, numbers, start)
+    model, loss, optimizer = config["model"], config["loss"], config["optimizer"]["name"]
+    options = f"--model {model!r}, --loss {loss!r} or --optimizer.name {optimizer!r}"
+    return run_preflight("check", config, cluster, environment, options, numbers, start)
 
 
-def count_memory(config: dict[str, Any], cluster: ClusterSpec, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the sizes of the parts of a configuration's model, such as weights and activations, in bytes."""
-    return _preflight("memory", config, cluster, environment, f"--model {config['model']!r}", {})
-
-
-def _preflight(
+def run_preflight(
     work: str,
     config: dict[str, Any],
     cluster: ClusterSpec,
@@ -95,7 +82,11 @@ def _preflight(
     numbers: dict[str, int | None],
     start: user_code.Start | None = None,
 ) -> dict[str, Any]:
-    """Run `train/startup/preflight.py`; the result of a check is kept while its inputs are unchanged."""
+    """Run `train/startup/preflight.py`; the result of a `check` is kept while its inputs are unchanged.
+
+    The `memory` of a model is the sizes of its parts, such as weights and activations, in bytes. `options` are named in
+    errors.
+    """
     data = data_dir()
     described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data), **numbers}
     command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
@@ -108,12 +99,8 @@ def _preflight(
     return dict(found)
 
 
-def describe_training_options(request: Request) -> str:
-    """Return the help of the training options."""
-    return str(_ask(request, ["--", "-h"], None))
-
-
-def _ask(request: Request, words: list[str], packages: Path | None, code_dirs: Sequence[str] = ()) -> Any:
+def ask_trainer(request: Request, words: list[str], packages: Path | None = None, code_dirs: Sequence[str] = ()) -> Any:
+    """Return the output of `python -m train --print-config` for a request and further words, such as `-h`."""
     preset = request.preset or PRESET
     # The program runs in the checkout, but the user's modules are next to the run file or in the caller's folder.
     here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]

@@ -4,7 +4,6 @@ python -m cluster.host.launch.metrics_server RUN_DIR PORT   `metrics_server.toml
 """
 
 import contextlib
-import functools
 import os
 import select
 import signal
@@ -25,6 +24,7 @@ from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
 from cluster.system.ports import open_listener
 
+METRICS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 HOST = "127.0.0.1"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 LOOK_S = 5.0
@@ -79,17 +79,12 @@ def render_metrics(run: RunFolder) -> str:
     name_of_run = _label("run", run.name)
     tasks = [(f"{name_of_run},{_label('task', task['task'])}", task) for task in value["tasks"]]
     lines = []
-    for name, metric in _metrics().items():
+    for name, metric in METRICS.items():
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += [f"# HELP tf_cluster_{name} {metric['help']}", f"# TYPE tf_cluster_{name} {kind}"]
         for labels, source in tasks if name.startswith("task_") else [(name_of_run, value)]:
             lines += [f"tf_cluster_{name}{{{text}}} {number}" for text, number in _series(metric, source, labels)]
     return "\n".join(lines) + "\n"
-
-
-@functools.cache
-def _metrics() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def _label(name: str, content: str) -> str:

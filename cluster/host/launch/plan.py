@@ -39,9 +39,7 @@ class Plan(Workload):
     """The request with the options that it inherits from the run that it resumes or repeats."""
     runtime: Runtime
     why_runtime: str
-    """The runtime and the reason for it, in words."""
     compose: dict[str, Any]
-    """The runtime's description of the tasks, as saved in `compose.json`."""
     config: dict[str, Any]
     data: str
     """A description of the prepared data; empty if the data must still be prepared."""
@@ -50,9 +48,7 @@ class Plan(Workload):
     mirror: str = ""
     """The URL of the object store that mirrors the run, without credentials."""
     mirror_id: str = ""
-    """The identifier of the run's files in the mirror."""
     previous: RunFolder | None = None
-    """The run that is resumed or repeated."""
     init: tuple[Path, ...] = ()
     about_resuming: tuple[str, ...] = ()
 
@@ -62,14 +58,18 @@ class Plan(Workload):
 
     @property
     def notes(self) -> list[str]:
-        return [*self.gpus.lines(), *self._keras_notes, *self._warnings]
+        gpus = "; ".join(f"{task} {','.join(ids)}" for task, ids in self.gpus.ids.items())
+        return [*([f"GPUs: {gpus}"] if gpus else []), *self._keras_notes, *self._warnings]
 
     @property
     def _warnings(self) -> list[str]:
         network = [self.network.warning] if self.network.warning else []
         port = self.options.count("metrics_port")
         metrics = [f"metrics {metrics_server.address(port)}"] if port else []
-        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *self._kernel_notes, *network, *metrics]
+        kernels = []
+        if self.config.get("onednn") == "avx512" and not self.runtime.is_remote and "avx512" not in self.fast_kernels:
+            kernels.append("warning: --onednn avx512, but this processor has no AVX-512, which changes weights' bits")
+        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *kernels, *network, *metrics]
 
     @property
     def fast_kernels(self) -> list[str]:
@@ -100,21 +100,14 @@ class Plan(Workload):
         return chosen, [f"oneDNN's kernels are off, as the bits of {listed} may vary with them; {cost}"]
 
     @property
-    def _kernel_notes(self) -> list[str]:
-        if self.config.get("onednn") != "avx512" or self.runtime.is_remote or "avx512" in self.fast_kernels:
-            return []
-        return ["warning: --onednn avx512, but this processor has no AVX-512: the weights get other bits than with it"]
-
-    @property
     def _elastic_notes(self) -> list[str]:
         if not self.elastic:
             return []
         least = counted(self.elastic["min_workers"], "worker")
         back = "join at the next checkpoint" if self.elastic["grow"] else f"wait for `{COMMAND} scale`"
-        notes = [f"continues with {least} or more; those that miss the rendezvous are left out; returning ones {back}"]
-        if not self.config.get("bitwise_elastic"):
-            notes.append("another number of workers sums in another order, which changes bits; see --bitwise-elastic")
-        return notes
+        first = f"continues with {least} or more; those that miss the rendezvous are left out; returning ones {back}"
+        order = "another number of workers sums in another order, which changes bits; see --bitwise-elastic"
+        return [first] if self.config.get("bitwise_elastic") else [first, order]
 
     @property
     def _keras_notes(self) -> list[str]:
@@ -124,16 +117,18 @@ class Plan(Workload):
             return ["Model.fit is that of Keras 3"]
         if not self.payload.needs_legacy_keras(self.cluster):
             return []
-        return [
-            "tf.keras is Keras 2 (tf_keras) for the script, because Keras 3's own fit knows no parameter servers; "
-            "TF_USE_LEGACY_KERAS=0 keeps Keras 3"
-        ]
+        why = "because Keras 3's own fit knows no parameter servers"
+        return [f"tf.keras is Keras 2 (tf_keras) for the script, {why}; TF_USE_LEGACY_KERAS=0 keeps Keras 3"]
 
     def to_json(self) -> dict[str, Any]:
         batch, port = self.config.get("global_batch"), self.tensorboard_port
         shards = self.config.get("bitwise_elastic") or self.cluster.batch_divisor
         most = -(-shards // self.cluster.batch_divisor)  # most shards of a replica: they may be shared unevenly
-        micro_batches = self.config.get("micro_batches", 1)
+        micro_batches, tasks = self.config.get("micro_batches", 1), []
+        for task in self.cluster.tasks:
+            gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in self.gpus.of(task.name)]
+            text = tf_config.render(self.cluster, task)
+            tasks.append({"task": task.name, "address": task.address, "gpus": gpus, "tf_config": text})
         return {
             "run": self.run.name,
             "runtime": self.runtime.name,
@@ -147,15 +142,7 @@ class Plan(Workload):
             "training": self._training(),
             "pipeline": self._pipeline(),
             "tensorboard": tensorboard.AUTO if port is None else tensorboard.address(port) if port else None,
-            "tasks": [
-                {
-                    "task": task.name,
-                    "address": task.address,
-                    "gpus": self.gpus.shown(task.name),
-                    "tf_config": tf_config.render(self.cluster, task),
-                }
-                for task in self.cluster.tasks
-            ],
+            "tasks": tasks,
             "elastic": self.elastic or None,
             "notes": self._warnings,
             "config": self.config,
@@ -163,20 +150,14 @@ class Plan(Workload):
         }
 
     def _pipeline(self) -> dict[str, Any] | None:
-        """Return the stages of the model; None for other strategies, or while the data is not prepared."""
         if not self.cluster.kind.staged or not self.data:
             return None
         stages, micro_batches = self.cluster.stages, self.config["micro_batches"]
         bubble = (stages - 1) / (micro_batches + stages - 1)
         cut = self.try_configuration()
         del cut["record"], cut["unverified"]
-        return {
-            **self.config["pipeline"],
-            "pipelines": self.cluster.pipelines,
-            "micro_batches": micro_batches,
-            "bubble": bubble,
-            **cut,
-        }
+        counts = {"pipelines": self.cluster.pipelines, "micro_batches": micro_batches, "bubble": bubble}
+        return {**self.config["pipeline"], **counts, **cut}
 
     def try_configuration(self) -> dict[str, Any]:
         """Check that model, data and loss fit together; return the result of `configuration.check_config`."""
@@ -192,7 +173,6 @@ class Plan(Workload):
         return max(1, (self.memory.task_bytes - TASK_MEMORY_BYTES) // self.cluster.devices)
 
     def _training(self) -> dict[str, Any] | None:
-        """Return the numerics that follow from the configuration and the cluster; None for a script."""
         settings, batch = self.config.get("optimizer"), self.config.get("global_batch")
         if settings is None or batch is None:
             return None
@@ -252,15 +232,10 @@ def _description(value: dict[str, Any]) -> list[str]:
     if pipeline := value.get("pipeline"):
         lines += _stages(pipeline)
     given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
-    rows = [
-        (
-            task["task"],
-            task["address"],
-            *([gpus] if set(given) != {"no GPU"} else []),
-            json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone",
-        )
-        for task, gpus in zip(value["tasks"], given, strict=True)
-    ]
+    rows = []
+    for task, gpus in zip(value["tasks"], given, strict=True):
+        text = json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone"
+        rows.append((task["task"], task["address"], *([gpus] if set(given) != {"no GPU"} else []), text))
     lines += columns(rows)
     return [*lines, *value.get("notes", [])]
 
@@ -270,10 +245,8 @@ def _stages(pipeline: dict[str, Any]) -> list[str]:
     pipelines = "pipeline" if count == 1 else f"{count} pipelines"
     remat = ", activations computed again" if pipeline["remat"] else ""
     limit = f"{pipeline['memory_bytes'] / 1e6:,.0f} MB" if pipeline["memory_bytes"] else "any memory"
-    head = (
-        f"{pipelines} {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: stages of equal time "
-        f"would idle {pipeline['bubble']:.0%}; a stage may take {limit}"
-    )
+    head = f"{pipelines} {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches{remat}: "
+    head += f"stages of equal time would idle {pipeline['bubble']:.0%}; a stage may take {limit}"
     names = ("STAGE", "PARAMETERS", "STATE MB", "MB/MICRO-BATCH", "HELD", "HELD MB", "TIME", "FLOPS", "LAYERS")
     rows = [
         (
@@ -305,9 +278,8 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
     clip = f"clipped to norm {training['clip_norm']:g}" if training["clip_norm"] else "not clipped"
     decay = f", weight decay {training['weight_decay']:g}" if training.get("weight_decay") else ""
     ema = f", weights averaged by {training['ema']:g}" if training.get("ema") else ""
-    precision = training["precision"] + (
-        " (bf16 is faster on this processor)" if training.get("bf16_is_faster") else ""
-    )
+    precision = training["precision"]
+    precision += " (bf16 is faster on this processor)" if training.get("bf16_is_faster") else ""
     return f"precision {precision}, {training['optimizer']}, {rate} {warm}, gradients {clip}{decay}{ema}"
 
 
@@ -316,12 +288,11 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
     if plan.payload.script or plan.cluster.kind.staged:
         return None
     if not plan.data and ":" not in plan.config["dataset"]:  # a user's data is never called ready, see `describe_ready`
-        return {
-            "unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` does that, and so does `up`"
-        }
+        return {"unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` or `up` does that"}
     try:
         print_wait("counting what the model holds in memory")
-        sizes = configuration.count_memory(plan.config, plan.cluster, plan.payload.trial_environment())
+        environment, option = plan.payload.trial_environment(), f"--model {plan.config['model']!r}"
+        sizes = configuration.run_preflight("memory", plan.config, plan.cluster, environment, option, {})
     except ClusterError as error:
         return {"unknown": str(error)}
     return sizes | assess(plan, sizes)
@@ -329,7 +300,15 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
 
 def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the memory of each replica and task in bytes, and whether all fit."""
-    per_replica = _replica(plan, sizes)
+    micro_batches = plan.config.get("micro_batches", 1)
+    shards = plan.config.get("bitwise_elastic") or plan.cluster.batch_divisor
+    examples = max(1, plan.config["global_batch"] // shards // micro_batches)
+    per_replica = {
+        "weights": sizes["weights_bytes"],
+        "gradients": sizes["gradients_bytes"] * (2 if micro_batches > 1 else 1),  # also their sum
+        "optimizer": 0 if plan.cluster.kind.served else sizes["optimizer_bytes"],
+        "activations": examples * (sizes["activation_bytes"] or 0),
+    }
     snapshots, needs = bool(plan.config.get("memory_snapshots")), sum(per_replica.values())
     of_task = {task.name: _task(plan.cluster, task, sizes, needs, snapshots=snapshots) for task in plan.cluster.tasks}
     limit = plan.memory.task_bytes
@@ -340,25 +319,8 @@ def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
         rooms.append({"of": "this machine", "needs": sum(of_task.values()), "has": memory.available_bytes()})
     if plan.gpus.memory_bytes:
         rooms.append({"of": "a GPU", "needs": sum(per_replica.values()), "has": plan.gpus.memory_bytes})
-    return {
-        "replica_bytes": per_replica,
-        "task_bytes": of_task,
-        "rooms": rooms,
-        "fits": all(room["needs"] <= room["has"] for room in rooms) if rooms else None,
-    }
-
-
-def _replica(plan: Plan, sizes: dict[str, Any]) -> dict[str, int]:
-    micro_batches = plan.config.get("micro_batches", 1)
-    shards = plan.config.get("bitwise_elastic") or plan.cluster.batch_divisor
-    examples = max(1, plan.config["global_batch"] // shards // micro_batches)
-    served = plan.cluster.kind.served
-    return {
-        "weights": sizes["weights_bytes"],
-        "gradients": sizes["gradients_bytes"] * (2 if micro_batches > 1 else 1),  # also their sum
-        "optimizer": 0 if served else sizes["optimizer_bytes"],
-        "activations": examples * (sizes["activation_bytes"] or 0),
-    }
+    fits = all(room["needs"] <= room["has"] for room in rooms) if rooms else None
+    return {"replica_bytes": per_replica, "task_bytes": of_task, "rooms": rooms, "fits": fits}
 
 
 def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes: int, *, snapshots: bool) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import secrets
 import sys
 from collections.abc import Mapping
@@ -13,19 +14,16 @@ from cluster.contract import compatibility, settings, spec, strategies
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import GPUS, Started
 from cluster.contract.spec import ClusterSpec, Role
-from cluster.host.gpu import devices, placement
-from cluster.host.gpu.placement import Placement
-from cluster.host.launch import configuration, packages, resuming, user_files
-from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
+from cluster.host import nvidia
+from cluster.host.launch import configuration, resuming, user_files
+from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, in_progress, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.teardown import in_progress
-from cluster.host.launch.user_files import check_path, check_script
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, check_together
 from cluster.host.runtime import mirror, registry, warm
 from cluster.host.runtime.base import Runtime
 from cluster.host.runtime.payload import Payload, parse_secrets
-from cluster.host.runtime.resources import Job, Network, parse_memory
+from cluster.host.runtime.resources import Job, parse_memory
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.messages import counted
 
@@ -37,10 +35,6 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     """Check a request and return the plan of its run. Changes nothing except the cache of packages.
 
     With `stops_first` the run to resume may be in progress, because it is stopped before the plan is started.
-
-    Raises:
-        UsageError: the request is invalid.
-        PrerequisiteError: this machine lacks a prerequisite.
     """
     settings.check_settings()
     previous: RunFolder | None = None
@@ -56,7 +50,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
 
     runtime, why_runtime = registry.choose_runtime(request.runtime or registry.AUTO, cluster.kind)
     job = _job(typed, request, runtime, cluster)
-    gpus = Placement() if runtime.is_remote else _place(typed, started.gpus, run, cluster)
+    gpus = nvidia.Placement() if runtime.is_remote else _place(typed, started.gpus, run, cluster)
     if devices_each := len(gpus.of("chief")) or int(job.gpus_per_task or 0):
         cluster = cluster.with_devices(devices_each, request.strategy or strategies.AUTO)
     check_devices(request, cluster, devices_each)
@@ -76,6 +70,9 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     memory = runtime.memory(request.memory, len(cluster.tasks))
     if ports := runtime.ports(len(cluster.tasks)):
         cluster = cluster.listening(ports)
+    way_out = "where a script can fetch its data" if request.script else ""
+    if cluster.kind.hardware:
+        way_out = f"where they reach their {cluster.kind.hardware.upper()}"
     planned = Plan(
         run=run,
         cluster=cluster,
@@ -83,7 +80,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         payload=payload,
         gpus=gpus,
         memory=memory,
-        network=_network(typed, request, runtime, cluster),
+        network=runtime.network(typed.network, request.network, way_out=way_out, serves=bool(cluster.members)),
         job=job,
         elastic=elastic,
         request=typed,
@@ -101,7 +98,8 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         init=init,
         about_resuming=tuple(notes),
     )
-    compose = runtime.render(planned) | gpus.record()
+    in_use = {task: list(ids) for task, ids in gpus.ids.items()}  # recorded for other runs
+    compose = runtime.render(planned) | ({GPUS: in_use} if in_use else {})
     check_needs(typed, {Needs.SHARED_IMPORT: "preload" in compose})
     return replace(planned, compose=compose, keep_s=_warm_s(typed) if "preload" in compose else 0.0)
 
@@ -116,15 +114,7 @@ def _warm_s(typed: Request) -> float:
     return seconds
 
 
-def _network(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpec) -> Network:
-    way_out = "where a script can fetch its data" if request.script else ""
-    if cluster.kind.hardware:
-        way_out = f"where they reach their {cluster.kind.hardware.upper()}"
-    return runtime.network(typed.network, request.network, way_out=way_out, serves=bool(cluster.members))
-
-
 def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpec) -> Job:
-    """Return the request to the scheduler; empty for a runtime without one."""
     check_needs(typed, {Needs.QUEUE: runtime.is_remote})
     if not runtime.is_remote:
         return Job()
@@ -135,55 +125,45 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
             raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}, which do not have it; leave it out")
     requested = {name: str(getattr(request, name) or "") for name in runtime.job_options}
     job = Job(**requested)
-    job.check()
+    for option in ("partition", "account", "time"):  # safe words for a shell
+        if (value := getattr(job, option)) and not re.fullmatch("[A-Za-z0-9_.:,@/+-]+", value):
+            raise UsageError(f"--{option} {value!r}: expected a word as Slurm has it; see `sinfo` and `sacctmgr`")
     if job.gpus_per_task:
         check_gpus(f"--gpus-per-task {job.gpus_per_task}", typed, cluster, int(job.gpus_per_task))
     return job
 
 
 def check_gpus(option: str, request: Request, cluster: ClusterSpec, per_task: int = 0) -> None:
-    """Check that the strategy can use the GPUs of an option, and that each task has as many devices as GPUs.
-
-    `per_task` is the number of GPUs of each task, 0 if not known yet.
-    """
+    """Check that the strategy can use an option's GPUs, and that each task has as many devices as GPUs, if known."""
     if cluster.kind.hardware:
         raise UsageError(f"{option} with --strategy {cluster.strategy}, which is for other hardware; leave one out")
     if per_task and request.devices not in (None, per_task):
-        raise UsageError(
-            f"--devices {request.devices} with {option}: a task has a replica on each of its {per_task} GPUs; leave "
-            "--devices out"
-        )
+        raise UsageError(f"--devices {request.devices} with {option}: each GPU is one, {per_task} a task; leave it out")
 
 
 def check_devices(request: Request, cluster: ClusterSpec, gpus: int) -> None:
     """Check that several devices in each of several tasks are GPUs: TensorFlow would silently use only one CPU."""
     if cluster.strategy == "multiworker" and cluster.devices > 1 and not gpus and not request.script:
-        tasks = cluster.devices * (1 + len(cluster.of(Role.WORKER)))
-        raise UsageError(
-            f"--devices {cluster.devices} with --workers {len(cluster.of(Role.WORKER))}: on CPUs each task of "
-            f"MultiWorkerMirroredStrategy has one replica; for {tasks} replicas use --workers {tasks - 1}, or --gpus"
-        )
+        workers = len(cluster.of(Role.WORKER))
+        tasks = cluster.devices * (1 + workers)
+        have = "on CPUs each task of MultiWorkerMirroredStrategy has one replica"
+        given = f"--devices {cluster.devices} with --workers {workers}"
+        raise UsageError(f"{given}: {have}; for {tasks} replicas use --workers {tasks - 1}, or --gpus")
 
 
-def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster: ClusterSpec) -> Placement:
-    requested = placement.choose_request(typed.gpus, recorded, cluster.devices)
+def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster: ClusterSpec) -> nvidia.Placement:
+    requested = nvidia.choose_request(typed.gpus, recorded, cluster.devices)
     if requested is None:
-        return Placement()
+        return nvidia.Placement()
     check_gpus(requested.text, typed, cluster)  # before nvidia-smi is asked
-    machine = devices.read_machine(
-        requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids)
-    )
-    placed = placement.place_gpus(requested, machine, cluster, _list_busy_gpus(run))
-    check_gpus(requested.text, typed, cluster, len(placed.of("chief")))
-    return replace(placed, requested=typed.gpus or recorded["gpus"])
-
-
-def _list_busy_gpus(run: RunFolder) -> dict[str, str]:
+    machine = nvidia.read_machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
     busy: dict[str, str] = {}
     for other in (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path):
         ids = [gpu for of_task in other.composed.get(GPUS, {}).values() for gpu in of_task]
         busy |= dict.fromkeys(ids, other.name) if ids and in_progress(other) else {}
-    return busy
+    placed = nvidia.place_gpus(requested, machine, cluster, busy)
+    check_gpus(requested.text, typed, cluster, len(placed.of("chief")))
+    return replace(placed, requested=typed.gpus or recorded["gpus"])
 
 
 def check_batch_and_precision(
@@ -213,27 +193,23 @@ def _run_folder(request: Request, *, stops_first: bool) -> RunFolder:
 def _resolve(
     request: Request, base: Path | None, started: Started, runtime: Runtime, cores: int
 ) -> tuple[dict[str, Any], Payload, str]:
-    """Return the run's `config.json`, the payload of its tasks, and a description of the prepared data.
-
-    `cores` is the number of cores of each task on another machine, 0 for those of this machine.
-    """
-    check_path("requirements", request.requirements)
+    """Return the run's `config.json`, the payload of its tasks, and a description of the prepared data."""
+    user_files.check_path("requirements", request.requirements)
     requirements = settings.expanded("requirements", request.requirements).absolute() if request.requirements else None
     env = tuple(request.env)
     payload = Payload(requirements=requirements, env=env, secrets=parse_secrets(request.secret, env))
     config: dict[str, Any] = {}
     data = ""
     if request.script:
-        script = check_script(request.script, runs_dir())
-        payload = replace(
-            payload, script=script, arguments=tuple(request.arguments), separate_chief=request.separate_chief
-        )
+        script = user_files.check_script(request.script, runs_dir())
+        arguments, separate_chief = tuple(request.arguments), request.separate_chief
+        payload = replace(payload, script=script, arguments=arguments, separate_chief=separate_chief)
     else:
-        here = packages.install_packages(requirements, registry.LOCAL.python) if requirements else None
+        here = user_files.install_packages(requirements, registry.LOCAL.python) if requirements else None
         config, code_dirs, data = configuration.resolve_config(request, base, here, started.code_dirs, cores)
         payload = replace(payload, code_dirs=code_dirs)
     if requirements:
-        payload = replace(payload, packages=packages.install_packages(requirements, runtime.python))
+        payload = replace(payload, packages=user_files.install_packages(requirements, runtime.python))
     return config or payload.to_json(), payload, data
 
 
@@ -256,28 +232,21 @@ def build_cluster(request: Request) -> ClusterSpec:
 
 
 def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy | None) -> tuple[Request, int]:
-    """Return the request with workers and devices for its stages, and the number of pipelines.
-
-    Each stage is a device of the only task or, with several tasks, one task of each pipeline.
-    """
+    """Return the request with a task or, in the only task, a device for each stage; and the number of pipelines."""
     spec.parse_count("stages", stages, 1, spec.MAX_TASKS)
     if strategy is None or not strategy.staged:
         raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
     if request.workers == 0:
         if request.devices not in (None, stages):
-            raise UsageError(
-                f"--stages {stages} with --workers 0 and --devices {request.devices}: use --devices {stages}"
-            )
+            raise UsageError(f"--stages {stages} with --workers 0: use --devices {stages}, not {request.devices}")
         return replace(request, devices=stages), 1
     workers = stages - 1 if request.workers is None else request.workers
     tasks = 1 + spec.parse_count("workers", workers, 0, spec.MAX_TASKS)
     if tasks % stages:
         below = max(stages, tasks // stages * stages)
-        raise UsageError(
-            f"--stages {stages} with --workers {workers}: the chief and the workers are {tasks} tasks, which pipelines "
-            f"of {stages} cannot share; use --workers {below - 1} or {below + stages - 1}, or --workers 0 for the "
-            "devices of one task"
-        )
+        problem = f"the chief and the workers are {tasks} tasks, which pipelines of {stages} cannot share"
+        use = f"use --workers {below - 1} or {below + stages - 1}, or --workers 0 for the devices of one task"
+        raise UsageError(f"--stages {stages} with --workers {workers}: {problem}; {use}")
     return replace(request, workers=workers), tasks // stages
 
 
@@ -288,30 +257,22 @@ def check_hardware(strategy: str) -> None:
         return
     patterns, name = DEVICE_FILES[requested.hardware], requested.hardware.upper()
     if not os.environ.get(f"{name}_NAME") and not any(any(Path("/").glob(pattern.lstrip("/"))) for pattern in patterns):
-        raise PrerequisiteError(
-            f"--strategy {strategy}: this machine has no {name} (no {' or '.join(patterns)}); run this where there is "
-            f"one, or set {name}_NAME to one that this machine can reach"
-        )
+        problem = f"this machine has no {name} (no {' or '.join(patterns)})"
+        fix = f"run this where there is one, or set {name}_NAME to one that this machine can reach"
+        raise PrerequisiteError(f"--strategy {strategy}: {problem}; {fix}")
 
 
 def elastic_record(typed: Request, request: Request, cluster: ClusterSpec) -> dict[str, Any]:
-    """Return the part of `started.json` about lost workers; empty for a run that needs every task.
-
-    `typed` is the request as typed, without inherited options. Raises UsageError if the cluster cannot lose a worker.
-    """
+    """Return the part of `started.json` about lost workers, empty for none; `typed` is without inherited options."""
     least, workers = request.min_workers, len(cluster.of(Role.WORKER))
     if not cluster.kind.collective or cluster.kind.staged:
         if typed.min_workers is not None:
-            raise UsageError(
-                f"--min-workers {least} with {cluster.strategy_class}: no task of it can be left out, or a lost one is "
-                "already done without; leave it out"
-            )
+            why = "no task of it can be left out, or a lost one is already done without"
+            raise UsageError(f"--min-workers {least} with {cluster.strategy_class}: {why}; leave it out")
         least = None
     elif typed.min_workers is not None and typed.min_workers > workers:
-        raise UsageError(
-            f"--min-workers {least} with --workers {workers}: expected at most as many; use --min-workers {workers} or "
-            f"fewer, or --workers {least} or more"
-        )
+        use = f"use --min-workers {workers} or fewer, or --workers {least} or more"
+        raise UsageError(f"--min-workers {least} with --workers {workers}: expected at most as many; {use}")
     if least is None:
         if typed.grow:
             raise UsageError("--grow without --min-workers: say how many workers are enough, such as --min-workers 1")
@@ -329,8 +290,8 @@ def check_elastic_batch(elastic: Mapping[str, Any], cluster: ClusterSpec, config
     for number in reversed(numbers):
         replicas = (1 + number) * cluster.devices
         if batch % ((1 + number) * parts):
-            raise UsageError(
-                f"--min-workers {elastic['min_workers']}: global batch {batch} is not divisible by the {replicas} "
-                f"replicas of a run on {counted(number, 'worker')}, times micro-batches; use -- --global-batch "
-                f"{-(-batch // every) * every}, or --bitwise-elastic {cluster.replicas} with a batch that it divides"
-            )
+            option = f"--min-workers {elastic['min_workers']}"
+            there = f"the {replicas} replicas of a run on {counted(number, 'worker')}, times micro-batches"
+            use = f"use -- --global-batch {-(-batch // every) * every}"
+            other = f"--bitwise-elastic {cluster.replicas} with a batch that it divides"
+            raise UsageError(f"{option}: global batch {batch} is not divisible by {there}; {use}, or {other}")

@@ -14,6 +14,7 @@ from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import DEFAULT_WORKERS, ClusterSpec, Role
 from cluster.host.launch.folders import find_run
 from cluster.host.options.request import OPTIONS, Request, check_together
+from cluster.host.options.run_file import flatten
 from cluster.host.runtime import registry
 from cluster.host.runtime.resources import Job
 from cluster.system.errors import UsageError
@@ -35,10 +36,7 @@ TOLERANCE = 1e-3
 def resume(request: Request) -> tuple[RunFolder, Started, Request]:
     """Return the run that a request resumes or repeats, how it was started, and the request with inherited options.
 
-    Options that the request sets are kept.
-
-    Raises:
-        UsageError: there is no such run, this user did not start it, or the options conflict.
+    Options that the request sets are kept. The run must be this user's, unless the request trusts it.
     """
     check_together(request, scripted=None)
     run = find_run(request.resume or request.again)
@@ -61,19 +59,14 @@ def resume(request: Request) -> tuple[RunFolder, Started, Request]:
     if script:
         recorded |= {"script": script["script"], "args": script.get("arguments", ())}
         recorded |= {"separate_chief": script.get("separate_chief", False)}
-    return run, started, inherit_topology(replace(request, **_inherited(request, recorded)), cluster)
-
-
-def _inherited(request: Request, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    values = {}
+    inherited: dict[str, Any] = {}
     for name, value in recorded.items():
         option = OPTIONS.get(name)  # none declares `args`
         is_given = option.is_given(getattr(request, name)) if option else bool(getattr(request, name))
-        if is_given or value in (None, ""):
-            continue
-        number = int(value) if isinstance(value, float) else value
-        values[name] = option.parse(number) if option else number
-    return values
+        if not is_given and value not in (None, ""):
+            number = int(value) if isinstance(value, float) else value
+            inherited[name] = option.parse(number) if option else number
+    return run, started, inherit_topology(replace(request, **inherited), cluster)
 
 
 def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
@@ -103,40 +96,28 @@ def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
         strategy = strategies.AUTO if chosen else previous.strategy
         if previous.kind.staged and workers and previous_workers == workers:
             stages = previous.stages
-    return replace(
-        request,
-        workers=workers,
-        ps=ps,
-        evaluator=evaluator,
-        strategy=strategy,
-        devices=devices,
-        stages=stages,
-    )
+    request = replace(request, workers=workers, ps=ps, evaluator=evaluator)
+    return replace(request, strategy=strategy, devices=devices, stages=stages)
 
 
 def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluster: ClusterSpec) -> list[str]:
-    """Check that a run can be resumed with a preset, a configuration and a cluster; return notes for the user.
-
-    Raises:
-        UsageError: it would skip or repeat data, could not restore its checkpoint, or has trained more than requested.
-    """
+    """Check that a run can be resumed with a preset, a configuration and a cluster; return notes for the user."""
     before = run.load_config()
     if preset and preset != before.get("preset", preset):
         raise UsageError(f"--preset {preset}: run {run.name!r} has {before['preset']}; {_way_out(run)}")
     if not (done := max(run.saved_steps, default=0)):
         return []
+    trained, wanted = dict(flatten(before)), dict(flatten(config))
     for name, why in FIXED.items():
-        previous, requested = _value(before, name), _value(config, name)
+        previous, requested = trained.get(name), wanted.get(name)
         if name in SWITCHES:
             differs = bool(previous) != bool(requested)
         else:
             differs = previous != requested and None not in (previous, requested)
         if differs:
             option = f"--{name.replace('_', '-')} {requested or repr(requested)}"  # some may be empty
-            raise UsageError(
-                f"{option}: run {run.name!r} has trained {done} steps with {previous or repr(previous)}, and {why}; "
-                f"{_way_out(run)}"
-            )
+            done_so = f"run {run.name!r} has trained {done} steps with {previous or repr(previous)}"
+            raise UsageError(f"{option}: {done_so}, and {why}; {_way_out(run)}")
     _check_keras(run, before, config, cluster)
     return _check_length(run, before, config, done) + _about_shards(run, config, cluster)
 
@@ -145,9 +126,8 @@ def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: ClusterSpe
     """Return a note if the number of shards of a user function's datasets has changed."""
     if config.get("source") != "function":
         return []
-    previous, requested = (
-        config.get("bitwise_elastic") or trained.replicas for trained in (run.load_cluster(), cluster)
-    )
+    shards = config.get("bitwise_elastic")
+    previous, requested = shards or run.load_cluster().replicas, shards or cluster.replicas
     if previous == requested:
         return []
     return [
@@ -157,16 +137,13 @@ def _about_shards(run: RunFolder, config: Mapping[str, Any], cluster: ClusterSpe
 
 
 def _check_keras(run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], cluster: ClusterSpec) -> None:
-    previous, requested = (
-        of.get("loop") == "fit" and trained.kind.legacy_fit
-        for of, trained in ((before, run.load_cluster()), (config, cluster))
-    )
+    previous = before.get("loop") == "fit" and run.load_cluster().kind.legacy_fit
+    requested = config.get("loop") == "fit" and cluster.kind.legacy_fit
     if previous != requested:
         names = {True: "tf_keras", False: "Keras 3"}
-        raise UsageError(
-            f"--loop {config.get('loop')} on {len(cluster.members) or 1} tasks trains with {names[requested]}: run "
-            f"{run.name!r} has trained with {names[previous]}, whose checkpoints it cannot read; {_way_out(run)}"
-        )
+        option = f"--loop {config.get('loop')} on {len(cluster.members) or 1} tasks trains with {names[requested]}"
+        had = f"run {run.name!r} has trained with {names[previous]}, whose checkpoints it cannot read"
+        raise UsageError(f"{option}: {had}; {_way_out(run)}")
 
 
 def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str, Any], done: int) -> list[str]:
@@ -186,13 +163,6 @@ def _check_length(run: RunFolder, before: Mapping[str, Any], config: Mapping[str
         return []
     limit = "--max-steps" if most == done else "--epochs"
     return [f"run {run.name} has done all of its {done} steps; a larger {limit} trains on"]
-
-
-def _value(config: Mapping[str, Any], name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _way_out(run: RunFolder) -> str:

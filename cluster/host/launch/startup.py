@@ -1,68 +1,67 @@
-"""Starts a plan: prepares the data, the images and the run folder, and then starts every task."""
+"""Starts a plan: prepares the data, the images and the run folder, and then starts every task.
+
+`manifest.json` has the inputs of a run: enough to repeat it elsewhere and to name the differences, but no host path,
+user name or secret. The chief adds its data and its environment (`train/telemetry/environment.py`).
+"""
 
 import contextlib
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.contract import kept_results, settings, user_code
+from cluster.contract import kept_results, settings, tf_config, user_code
 from cluster.contract.run import claim, owner, provenance, records
 from cluster.contract.run.launch_records import Started
-from cluster.contract.run.records import AfterStop, StopRequest
 from cluster.contract.schema import Record, dictionary
-from cluster.host.image import images
-from cluster.host.launch import manifest, metrics_server, mirroring, packages, planning, teardown, user_files
+from cluster.host.image import checkout, images, locks
+from cluster.host.launch import folders, metrics_server, mirroring, planning, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.launch.user_files import lay_out
-from cluster.host.runtime import mirror, registry, tensorboard
+from cluster.host.runtime import compose_runtime, mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
-from cluster.host.runtime.payload import data_words, python_path, recorded_variables
+from cluster.host.runtime.payload import Payload, data_words, python_path, recorded_variables, with_variables
 from cluster.host.view import interrupts
-from cluster.system import files, json_files
+from cluster.system import files
 from cluster.system.errors import PrerequisiteError
+from cluster.system.json_files import write_json
 from cluster.system.messages import counted, short_path
+from cluster.system.paths import ROOT
 from cluster.system.terminal import print_lines
 
 SLOW_CALL_S = 5.0
 """A data function that takes longer is worth a hint, in seconds."""
+SCHEMA = 1
+CODE = ("cluster", "train")
+"""The folders of this checkout that contain the code of a run."""
 
 
 def start_planned(plan: Plan, sh: Shell, *, began: float) -> Plan:
-    """Start every task of a plan; return the plan that was started. `began` is the time of the call of `up`.
-
-    If another command has taken the run's name and none was requested, the run is planned again under the next name.
-    """
+    """Start every task of a plan, or of one under the next name if another command has taken it; return that plan."""
     while True:
         try:
             start(plan, sh, began=began)
+            return plan
         except claim.Taken:
             if plan.request.name or plan.resumes:
                 raise
-        else:
-            return plan
         plan = planning.plan(plan.request)
         print_plan(plan)
 
 
 def start(plan: Plan, sh: Shell, *, began: float) -> None:
-    """Start every task of a plan, after preparing its data, image and run folder. `began` is the time of `up`.
-
-    Raises:
-        UsageError: another command has taken the run. Nothing was started.
-    """
+    """Start every task of a plan, after preparing its data, image and run folder; raise Taken if the run is taken."""
     check_machine(plan)
     if plan.mirror:
         mirroring.check_mirror(plan.mirror, plan.run.name, plan.mirror_id)
     with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
         if owner.read_owner(plan.run):  # the run has ended, but a process may remain and hold a port
-            teardown.remove_run(plan.run, sh)
+            folders.remove_run(plan.run, sh)
         metrics_server.check_port(plan.options.count("metrics_port"))
         likely = {"onednn": plan.fast_kernels[0]} if plan.chooses_kernels else {}
         plan.runtime.anticipate(plan, plan.compose, plan.config | likely)
@@ -73,10 +72,8 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
                 print_lines("data: these differ from those with which the run began, and with which it continues")
         stages = {} if plan.payload.script else plan.try_configuration()
         if hidden := [name for name in stages.get("missing", ()) if name in os.environ]:
-            print_lines(
-                f"warning: your code looks for the variable {' and '.join(hidden)}, which is set here, but not for the "
-                f"tasks; add --env {' --env '.join(hidden)}"
-            )
+            wanted, add = " and ".join(hidden), " --env ".join(hidden)
+            print_lines(f"warning: your code looks for {wanted}, set here, but not for the tasks; add --env {add}")
         if plan.chooses_kernels:
             plan.config["onednn"], notes = plan.choose_kernels(stages.get("unverified", {}))
             if plan.config["onednn"] != plan.fast_kernels[0]:
@@ -90,15 +87,12 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
 
 
 def continue_run(plan: Plan, sh: Shell) -> None:
-    """Start every task of a plan whose run was stopped for it. The caller holds the claim, and no task is left.
-
-    The run keeps its configuration and start time.
-    """
+    """Start every task of a plan whose run was stopped for it. The caller holds the claim, and no task is left."""
     if not plan.request.trust:
         # Check again, since tasks ran until now and could change the records that the new note will cover.
         provenance.check_trusted(plan.run)
     provenance.note_rewriting(plan.run)
-    if (stop := _start_generation(plan)) and stop.then == AfterStop.END:
+    if (stop := _start_generation(plan)) and stop.then == records.AfterStop.END:
         plan.run.request_stop(stop.by)  # another command's request, too late for the tasks that have ended
     _start_tasks(plan, sh, continues=True)
 
@@ -112,8 +106,8 @@ def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
         with interrupts.ignored("ending what was started"):
             if not continues:
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-                teardown.record_end(plan.run, state, " ".join(str(error).split()))
-            left = teardown.try_remove(plan.run, sh)
+                folders.record_end(plan.run, state, " ".join(str(error).split()))
+            left = folders.try_remove(plan.run, sh)
         if left:  # printed, as the error raised is the first one
             print(left, file=sys.stderr)
         raise
@@ -129,17 +123,16 @@ def print_plan(plan: Plan) -> None:
 
 def list_commands(plan: Plan) -> list[str]:
     """Return the commands that `start` runs, to show or paste. The last ones need the run folder."""
-    found = _data_commands(plan) + plan.runtime.commands(plan)
-    if plan.tensorboard_port != 0:
-        found += tensorboard.start_commands(runs_dir(), plan.tensorboard_port, plan.runtime.board)
+    prepare = [] if plan.payload.script else [_data_command(plan)]  # a script gets its own data
+    found = [*prepare, *plan.runtime.commands(plan)]
+    if plan.tensorboard_port != 0 and plan.runtime.board == tensorboard.CONTAINER:
+        port = plan.tensorboard_port or tensorboard.PORT
+        found.append(compose_runtime.tensorboard_command(runs_dir(), port, "up", "--detach", "tensorboard"))
     return found
 
 
 def check_machine(plan: Plan, ending: int = 0) -> None:
-    """Check the prerequisites of a plan on this machine, given that `ending` tasks will end before.
-
-    These are memory, disk space, a folder for the notes on runs, and the engine's support for GPUs.
-    """
+    """Check memory, disk space, folders and the engine's GPUs for a plan, given that `ending` tasks will end before."""
     plan.runtime.preflight(plan, ending)
     provenance.create_folder()
     try:
@@ -148,17 +141,13 @@ def check_machine(plan: Plan, ending: int = 0) -> None:
         raise PrerequisiteError(f"runs folder {runs_dir()}: {error.strerror}; set RUNS_DIR to one you own") from error
     free = shutil.disk_usage(runs_dir()).free
     if free < MIN_FREE_BYTES:
-        raise PrerequisiteError(
-            f"{free / 2**20:.0f} MiB are free for {short_path(runs_dir())}, a run needs {MIN_FREE_BYTES / 2**20:.0f}; "
-            "free space, or set RUNS_DIR to another disk"
-        )
+        free_text = f"{free / 2**20:.0f} MiB are free for {short_path(runs_dir())}"
+        needed = f"a run needs {MIN_FREE_BYTES / 2**20:.0f}"
+        raise PrerequisiteError(f"{free_text}, {needed}; free space, or set RUNS_DIR to another disk")
 
 
 def data_command(verb: str, name: str, *words: str, variables: Mapping[str, str] | None = None) -> str:
-    """Return a command of `python -m train.data` for a dataset, by default a user's of the current folder.
-
-    It runs in a separate process because it may import TensorFlow.
-    """
+    """Return a command of `python -m train.data` for a dataset, by default a user's of the current folder."""
     if variables is None:
         variables = user_variables([str(Path.cwd()), *python_path()]) if ":" in name else {}
     return with_variables(variables, shlex.join(_data_words(verb, name, *words)))
@@ -169,24 +158,13 @@ def _data_words(verb: str, name: str, *words: str) -> list[str]:
 
 
 def user_variables(path: Sequence[str], env: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables for a program that calls the user's functions, besides those of this process.
-
-    Their modules are in the folders of `path`; `env` has the values of `--env`.
-    """
+    """Return the additional variables of a program that calls the user's functions, from the folders of `path`."""
     return recorded_variables(env) | {"PYTHONPATH": os.pathsep.join(path), user_code.FOLDER: str(Path.cwd())}
 
 
-def with_variables(variables: Mapping[str, str], command: str) -> str:
-    """Return a shell command with these variables."""
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), command])
-
-
-def _data_commands(plan: Plan) -> list[str]:
-    """Return the command that prepares the data, once for all tasks; none for a script, which gets its own data."""
-    if plan.payload.script:
-        return []
+def _data_command(plan: Plan) -> str:
     verb, *words = data_words(plan.config)
-    return [data_command(verb, plan.config["dataset"], *words, variables=_data_variables(plan))]
+    return data_command(verb, plan.config["dataset"], *words, variables=_data_variables(plan))
 
 
 def _data_variables(plan: Plan) -> dict[str, str]:
@@ -195,10 +173,10 @@ def _data_variables(plan: Plan) -> dict[str, str]:
 
 
 def _prepare_data(plan: Plan, sh: Shell) -> str:
-    """Prepare the data by the command of `_data_commands`; return its version if a user's function was called."""
+    """Prepare the data, once for all tasks; return its version if a user's function was called."""
     name, (verb, *words) = plan.config["dataset"], data_words(plan.config)
     if ":" not in name or verb == "shard":
-        sh(*_data_commands(plan))
+        sh(_data_command(plan))
         return ""
     command = _data_words(verb, name, *words)
     environment = os.environ | _data_variables(plan) | settings.read_secrets(plan.payload.secrets)
@@ -215,12 +193,7 @@ def _prepare_data(plan: Plan, sh: Shell) -> str:
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
-    """Start TensorBoard for all runs, unless it runs, in the way of the requested runtime; return its port.
-
-    Raises:
-        PrerequisiteError: another program listens on the port, or no engine answers.
-        TimedOut: TensorBoard does not answer.
-    """
+    """Start TensorBoard for all runs, unless it runs, in the way of the requested runtime; return its port."""
     runtime, _ = registry.choose_runtime(requested)
     if runtime.board == tensorboard.CONTAINER and tensorboard.running_port(runs_dir()) is None:
         images.build_images(sh)
@@ -232,11 +205,18 @@ def _write_folder(plan: Plan, began: float, stages: dict[str, Any] | None, versi
     if plan.replaces or plan.run.incomplete:
         plan.run.delete()
     if not plan.resumes:
-        _make_folder(plan)
+        try:
+            plan.run.path.mkdir()
+            plan.run.unfinished.touch()
+        except FileExistsError as error:  # a process without the claim has created it
+            raise claim.Taken(f"run {plan.run.name!r} exists; choose another --name") from error
+        except OSError as error:
+            fix = "give write access, or set RUNS_DIR to one you own"
+            raise PrerequisiteError(f"run folder {plan.run.path}: {error.strerror}; {fix}") from error
     try:
         _write_records(plan, began, stages)
         if version and not plan.resumes:  # the name may stand for other data when the tasks begin
-            json_files.write_json(plan.run.data_version, {"version": version, "num_shards": 0})
+            write_json(plan.run.data_version, {"version": version, "num_shards": 0})
     except BaseException:
         if not plan.resumes:  # nothing was started: free the name again
             with contextlib.suppress(OSError):
@@ -251,16 +231,16 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         provenance.note_rewriting(plan.run)
     plan.run.create()
     if script := plan.runtime.seen(plan.payload).script:
-        lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
+        user_files.lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
     if plan.payload.packages:
-        with files.open_file(plan.run.path / packages.RESOLVED, "wb") as file:
-            file.write((plan.payload.packages / packages.RESOLVED).read_bytes())
+        with files.open_file(plan.run.path / user_files.RESOLVED, "wb") as file:
+            file.write((plan.payload.packages / user_files.RESOLVED).read_bytes())
     if plan.payload.script:
         data_dir().mkdir(parents=True, exist_ok=True)  # mounted by the tasks, though nothing was prepared
     user_files.copy_weights(plan.init, plan.run.init)
-    json_files.write_json(plan.run.config, plan.config)
+    write_json(plan.run.config, plan.config)
     if stages:
-        json_files.write_json(plan.run.stages, stages)
+        write_json(plan.run.stages, stages)
     earlier = plan.previous.started if plan.previous else Started()
     started = Started(
         time=began,
@@ -283,32 +263,19 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         mirror_id=plan.mirror_id,
         **plan.elastic,
     )
-    json_files.write_json(plan.run.control / "started.json", started.to_json())
+    write_json(plan.run.control / "started.json", started.to_json())
     _start_generation(plan)
 
 
-def _make_folder(plan: Plan) -> None:
-    """Create the run's folder; raise Taken if a process without the claim has created it."""
-    try:
-        plan.run.path.mkdir()
-        plan.run.unfinished.touch()
-    except FileExistsError as error:
-        raise claim.Taken(f"run {plan.run.name!r} exists; choose another --name") from error
-    except OSError as error:
-        raise PrerequisiteError(
-            f"run folder {plan.run.path}: {error.strerror}; give write access, or set RUNS_DIR to one you own"
-        ) from error
-
-
-def _start_generation(plan: Plan) -> StopRequest | None:
+def _start_generation(plan: Plan) -> records.StopRequest | None:
     """Write the plan's cluster, begin a generation, and clear the previous one's records; return its stop request.
 
     The order matters: a command that watches the run waits while there is a request to stop for another size, and then
     for a generation that has just begun.
     """
-    json_files.write_json(plan.run.cluster, plan.cluster.to_json())
-    json_files.write_json(plan.run.compose, plan.compose)
-    manifest.write_manifest(plan)
+    write_json(plan.run.cluster, plan.cluster.to_json())
+    write_json(plan.run.compose, plan.compose)
+    _write_manifest(plan)
     provenance.write_note(plan.run)
     plan.run.begin_generation(plan.run.generation + 1 if plan.resumes else 0, resumed=plan.resumes)
     if not plan.resumes:
@@ -316,3 +283,52 @@ def _start_generation(plan: Plan) -> StopRequest | None:
     for record in (*(plan.run.path / "status").glob("*.json"), *plan.run.away("").glob("*")):
         files.remove(record)
     return plan.run.reopen()
+
+
+def _write_manifest(plan: Plan) -> None:
+    script = plan.payload.script
+    value = {
+        "schema": SCHEMA,
+        "run": plan.run.name,
+        "code": _code(),
+        "locks": {
+            f"{target}.lock": files.sha256(ROOT / locks.DIRECTORY / f"{target}.lock") for target in locks.TARGETS
+        },
+        "runtime": plan.runtime.name,
+        "network": plan.network.name,
+        "image": plan.runtime.image(plan),
+        "config": plan.config | ({"script": script.name, "script_sha256": files.sha256(script)} if script else {}),
+        "init": user_files.hash_weights(plan.run.init),
+        "own_code": _own_code(plan.payload),
+        "elastic": dict(plan.elastic),
+        "cluster": plan.cluster.to_json(),
+        "tf_config": {task.name: tf_config.render(plan.cluster, task) for task in plan.cluster.tasks},
+    }
+    write_json(plan.run.manifest, value)
+
+
+def _code() -> dict[str, Any]:
+    """Return a hash of each code folder and, in a git checkout, the commit and a hash of its changes."""
+    hashes = {f"{part}_sha256": _tree(ROOT / part) for part in CODE}
+    commit = checkout.commit() or None
+    return {"commit": commit, **({"changes_sha256": checkout.changes_sha256(*CODE)} if commit else {}), **hashes}
+
+
+def _own_code(payload: Payload) -> dict[str, str]:
+    """Return a hash of each folder of the user's modules, by its position and name, and of their requirements."""
+    hashes = {f"{at}/{folder.name}": _tree(folder) for at, folder in enumerate(payload.code_dirs)}
+    if payload.requirements:
+        hashes[payload.requirements.name] = files.sha256(payload.requirements)
+    return hashes
+
+
+def _tree(folder: Path) -> str:
+    return files.files_sha256(folder, _modules(folder))
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    """Yield the names of a folder's Python files, without hidden files, virtual environments and dangling links."""
+    for at, inside, others in os.walk(folder):
+        inside[:] = [name for name in inside if not name.startswith(".") and not Path(at, name, "pyvenv.cfg").exists()]
+        paths = (Path(at, name) for name in others if name.endswith(".py"))
+        yield from (str(path.relative_to(folder)) for path in paths if path.is_file())

@@ -24,9 +24,11 @@ from cluster.system.messages import COMMAND, either
 from cluster.system.paths import ROOT
 
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
-"""The names of option types in TOML."""
 _TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (bool,), Sequence[str]: (list,)}
 """The types of an option, by the annotation of its field."""
+WORD_OR_NUMBER = (int, str)
+PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
+MAX_PER_JOB = 4096
 
 
 class Group(StrEnum):
@@ -85,10 +87,6 @@ class Option:
         """The types of its values, in words."""
         return " or ".join(TYPES[kind] for kind in self.types)
 
-    @property
-    def full_help(self) -> str:
-        return f"{self.help} (default: {self.default})"
-
     def parse(self, word: Any) -> Any:
         """Return the value of a word; for a number, raise UsageError if it is invalid or out of bounds."""
         return parse_count(self.key, word, *self.bounds) if self.types == (int,) else word
@@ -102,13 +100,6 @@ def option(empty: Any = "", **more: Any) -> Any:
     return dataclasses.field(default=empty, metadata=more)
 
 
-WORD_OR_NUMBER = (int, str)
-PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
-LOOPS = ("custom", "fit")
-SCHEDULES = ("gpipe", "1f1b", "pipedream")
-MAX_PER_JOB = 4096
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """The options under `Group.TRAINS`."""
@@ -119,12 +110,12 @@ class TrainingOptions:
     strategy: str = ""
     devices: int | None = option(None, bounds=(1, MAX_DEVICES))
     preset: str = option(needs=Needs.TRAINER)
-    loop: str = option(choices=LOOPS, needs=Needs.TRAINER, override="loop")
+    loop: str = option(choices=("custom", "fit"), needs=Needs.TRAINER, override="loop")
     precision: str = option(needs=Needs.TRAINER, override="precision")
     bitwise_elastic: int | None = option(None, needs=Needs.TRAINER, override="bitwise-elastic")
     stages: int | None = option(None, bounds=(1, MAX_TASKS), needs=Needs.TRAINER)
     micro_batches: int | None = option(None, needs=Needs.TRAINER, override="micro-batches")
-    schedule: str = option(choices=SCHEDULES, needs=Needs.TRAINER, override="pipeline.schedule")
+    schedule: str = option(choices=("gpipe", "1f1b", "pipedream"), needs=Needs.TRAINER, override="pipeline.schedule")
     remat: bool = option(False, needs=Needs.TRAINER, override="pipeline.remat")
     cut: str = option(needs=Needs.TRAINER, override="pipeline.cut")
     init_from: str = option(needs=Needs.NEW_RUN, override="init-from")
@@ -235,12 +226,8 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
         return f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-GROUPS = {
-    Group.TRAINS: TrainingOptions,
-    Group.RUNS: PlacementOptions,
-    Group.KEPT: RecoveryOptions,
-    Group.WATCHED: MonitoringOptions,
-}
+GROUPS = (TrainingOptions, PlacementOptions, RecoveryOptions, MonitoringOptions)
+"""The options of each group, in the order of `Group`."""
 _VALUES = {
     "command": COMMAND,
     "hang_timeout": f"{HANG_TIMEOUT_S:g}",
@@ -262,7 +249,9 @@ def _option(field: dataclasses.Field[Any], group: Group) -> Option:
 
 
 OPTIONS: dict[str, Option] = {
-    field.name: _option(field, group) for group, options in GROUPS.items() for field in dataclasses.fields(options)
+    field.name: _option(field, group)
+    for group, options in zip(Group, GROUPS, strict=False)  # `Group.COMMAND` has none
+    for field in dataclasses.fields(options)
 }
 
 

@@ -39,7 +39,6 @@ class RunFile:
 
     path: Path
     options: Mapping[str, Any]
-    """The values of fields of `Request`."""
     train: tuple[str, ...]
     """The overrides of the training configuration, as words of a command line."""
     args: tuple[str, ...]
@@ -47,13 +46,8 @@ class RunFile:
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
         """Return the request of this file and a command line with `words` after `--`, which takes precedence."""
         added = {name: (*self.options.get(name, ()), *given.get(name, ())) for name in ("env", "secret")}
-        return Request(
-            **{**self.options, **given, **added},
-            overrides=tuple(words),
-            train=self.train,
-            args=self.args,
-            code_dir=str(self.path.parent),
-        )
+        options = {**self.options, **given, **added, "code_dir": str(self.path.parent)}
+        return Request(**options, overrides=tuple(words), train=self.train, args=self.args)
 
 
 def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
@@ -75,9 +69,8 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
     for key, value in table.items():
         option = _KEYS.get(key)
         if option is None:
-            raise UsageError(
-                f"{short_path(path)}: {key!r} is not an option of `up`{nearest(key, [*_KEYS, TRAIN, ARGS])}"
-            )
+            meant = nearest(key, [*_KEYS, TRAIN, ARGS])
+            raise UsageError(f"{short_path(path)}: {key!r} is not an option of `up`{meant}")
         checked = _value(option, value, path)
         if option.name in taken:
             options[option.name] = checked
@@ -128,11 +121,8 @@ def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -
     for group in Group:
         members = [option for option in OPTIONS.values() if option.group == group and option.name in options]
         if members:
-            lines += [
-                "",
-                f"# {group}",
-                *(f"{option.key} = {_toml(option, options[option.name], folder)}" for option in members),
-            ]
+            lines += ["", f"# {group}"]
+            lines += [f"{option.key} = {_toml(option, options[option.name], folder)}" for option in members]
     if scripted and request.arguments:
         lines += ["", "# The script's arguments", f"{ARGS} = {_literal(list(request.arguments))}"]
     for table in sorted({key.rpartition(".")[0] for key in train}):
@@ -206,11 +196,10 @@ def dashed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _toml(option: Option, value: Any, folder: Path) -> str:
+    if option.is_path and isinstance(value, str):
+        return _literal(_relative(value, folder))
     if option.is_path:
-        several = isinstance(value, list | tuple)
-        return _literal(
-            [_each_file(item, folder, _relative) for item in value] if several else _relative(value, folder)
-        )
+        return _literal([_each_file(item, folder, _relative) for item in value])
     if int in option.types and re.fullmatch("0|[1-9][0-9]*", str(value)):
         return str(value)
     return _literal(list(value) if isinstance(value, tuple) else value)

@@ -1,18 +1,29 @@
-"""The table of all runs."""
+"""The table of all runs, and the differences between runs: their inputs, results and final weights."""
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import final_state, seems_old
 from cluster.contract.schema import Record, dictionary
-from cluster.host.view.columns import cell, chosen_columns
+from cluster.host.options.run_file import flatten
+from cluster.host.view.columns import cell, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.errors import UsageError, nearest
 from cluster.system.json_files import DamagedError
 from cluster.system.messages import COMMAND, plain, size
+from cluster.system.terminal import WIDE, terminal_width
+
+_MEASURED = ("steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts")
+KEYS = ("run", "started", "result", *_MEASURED, "disk_bytes")
+"""The keys of a run's row by which runs can be sorted and filtered."""
+MAX_RUNS = 16
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
+_RESULTS = ("result", "steps", "wall_s", "restarts")
 
 
 def duration(wall_s: float | None) -> str:
@@ -49,18 +60,8 @@ SPARE = ("STRATEGY", "COMMIT", "STEPS", "TASKS", "RESTARTS", "METRIC", "DISK", "
 def list_runs(runs_dir: Path) -> list[dict[str, Any]]:
     """Return the row of each run for `invoke runs --json`, newest first."""
     found = [RunFolder(path.parent) for path in runs_dir.glob("*/cluster.json")]
-    return sorted(
-        (describe_run(run) for run in found if not run.incomplete),
-        key=lambda each: (each["started"] or 0, each["run"]),
-        reverse=True,
-    )
-
-
-KEYS = (
-    *("run", "started", "result", "steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts"),
-    "disk_bytes",
-)
-"""The keys of a run's row by which runs can be sorted and filtered."""
+    rows = [describe_run(run) for run in found if not run.incomplete]
+    return sorted(rows, key=lambda row: (row["started"] or 0, row["run"]), reverse=True)
 
 
 def choose_runs(found: list[dict[str, Any]], sort: str, reverse: bool, filters: Sequence[str], limit: int) -> list[Any]:
@@ -86,8 +87,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     try:
         spec, summary = run.load_cluster(), run.load_summary()
     except (DamagedError, OSError):
-        nothing = ("steps", "wall_s", "metric", "score", "strategy", "tasks", "commit", "restarts")
-        return value | {"result": "damaged"} | dict.fromkeys(nothing)
+        return value | {"result": "damaged"} | dict.fromkeys(_MEASURED)
     metric, reached = (summary and summary.score) or (None, None)
     return value | {
         "result": summary.state if summary else _state(run),
@@ -140,3 +140,60 @@ def table_lines(found: list[dict[str, Any]], width: int | None = None) -> list[s
     names = [name for name, column in cells.items() if name not in ("TAGS", "NOTE") or set(column) != {"-"}]
     rows = list(zip(*(cells[name] for name in names), strict=True))
     return chosen_columns(names, rows, right=NUMBERS, spare=SPARE, width=width)
+
+
+def without_secrets(records: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of records by dotted keys, without values whose names mark them as secret."""
+    return {name: value for name, value in flatten(records) if not _SECRET.search(name)}
+
+
+def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """Return the differences between runs, the output of `invoke compare --json`."""
+    parts = []  # everything that can make two runs differ
+    for run in runs:
+        manifest, cluster = run.load_manifest({}), run.load_cluster()
+        tasks = [task.name for task in cluster.tasks]
+        topology = {"strategy": cluster.strategy, "tasks": tasks, "devices": cluster.devices}
+        kept = {name: manifest.get(name) for name in ("runtime", "code", "locks", "own_code", "data", "environment")}
+        parts.append(without_secrets({"config": run.load_config(), "cluster": topology, **kept}))
+    names = dict.fromkeys(name for part in parts for name in part)
+    differing = {name: [part.get(name) for part in parts] for name in names}
+    differing = {name: values for name, values in differing.items() if any(each != values[0] for each in values)}
+    rows = [describe_run(run) for run in runs]
+    metrics = [summary.metrics if (summary := run.load_summary()) else {} for run in runs]
+    reached = {name: [each.get(name) for each in metrics] for name in dict.fromkeys(itertools.chain(*metrics))}
+    weights = []
+    first, *others = [getattr(run.load_summary(), "weights_sha256", None) for run in runs]
+    for run, sha256 in zip(runs[1:], others, strict=True):
+        weights.append({"runs": [runs[0].name, run.name], "identical": first == sha256 if first and sha256 else None})
+    results = {name: [row[name] for row in rows] for name in _RESULTS} | reached
+    return {"runs": [run.name for run in runs], "differences": differing, "results": results, "weights": weights}
+
+
+@plain_lines
+def comparison_lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[str]:
+    """Format a comparison as lines of text: the differences first, then the results."""
+    shown = [(name, *map(_cell, values)) for name, values in value["differences"].items()]
+    result = [(name, *map(_cell, values)) for name, values in value["results"].items()]
+    losses = [[*run.losses().values()] for run in runs]
+    result.append(("loss", *(f"{sparkline(each)} {each[-1]:.4f}" if each else "-" for each in losses)))
+    head = ("", *value["runs"])
+    shown = shown or [("nothing differs", *[""] * len(runs))]
+    text = columns([head, *shown, ("",) * len(head), *result], width=WIDE)
+    if max(map(len, text)) > terminal_width():
+        text = []  # below the name of each value, that of each run
+        for name, *cells in (*shown, *result):
+            pairs = zip(value["runs"], cells, strict=True)
+            text += [name, *columns([("", run, each) for run, each in pairs if each])]
+    text.append("")
+    verdicts = {True: "identical, to the bit", False: "different", None: "not compared: one has no final weights"}
+    for pair in value["weights"]:
+        text.append(f"weights      {' and '.join(pair['runs'])}: {verdicts[pair['identical']]}")
+    return text
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = "-" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 32 else f"{text[:28]}..."

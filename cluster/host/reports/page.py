@@ -15,10 +15,8 @@ from typing import Any
 from cluster.contract.results import stragglers
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.records import EVALUATED, Pace, Paces
 from cluster.contract.schema import Record, dictionary
 from cluster.host.reports import listing
-from cluster.host.reports.comparison import without_secrets
 from cluster.host.view.columns import cell, thinned
 from cluster.system.processes import describe_exit
 
@@ -41,7 +39,7 @@ def render_page(run: RunFolder) -> str:
         ("Cluster", _cluster(run)),
         ("Restarts", _restarts(run)),
         ("Where the time went", _time(run)),
-        ("Configuration", _table(without_secrets(run.load_config()).items())),
+        ("Configuration", _table(listing.without_secrets(run.load_config()).items())),
         ("Environment", _environment(run)),
     ]
     body = "".join(f"<section>{f'<h2>{name}</h2>' if name else ''}{part}</section>" for name, part in sections if part)
@@ -50,19 +48,13 @@ def render_page(run: RunFolder) -> str:
 
 def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
     good = {"succeeded": "good", "failed": "bad", "damaged": "bad", "lost": "bad"}.get(str(row["result"]), "")
-    shown = {
-        "result": row["result"],
-        row["metric"] or "score": cell(row["score"], "{:.4f}"),
-        "steps": row["steps"],
-        "duration": listing.duration(row["wall_s"]),
-        "restarts": row["restarts"],
-        "tasks": row["tasks"],
-    }
-    cards = "".join(
-        f'<div><span class="soft">{name}</span><b{f" class={good}" if good and name == "result" else ""}>'
-        f"{escape(str(value))}</b></div>"
-        for name, value in shown.items()
-    )
+    score, lasted = cell(row["score"], "{:.4f}"), listing.duration(row["wall_s"])
+    shown = {"result": row["result"], row["metric"] or "score": score, "steps": row["steps"], "duration": lasted}
+    shown |= {"restarts": row["restarts"], "tasks": row["tasks"]}
+    cards = ""
+    for name, value in shown.items():
+        kind = f" class={good}" if good and name == "result" else ""
+        cards += f'<div><span class="soft">{name}</span><b{kind}>{escape(str(value))}</b></div>'
     moment = row["started"]
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment)) if moment else "at an unknown time"
     words = f"{row['strategy']}, started {began}, commit {row['commit'] or 'unknown'}"
@@ -80,11 +72,12 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
 
 def _curves(run: RunFolder) -> str:
     found = read_curves(run)
-    titles = dict.fromkeys(name.removeprefix(EVALUATED) for name in found)
-    drawn = [
-        draw_curves(title, {name: found[name] for name in (title, EVALUATED + title) if name in found})
-        for title in titles
-    ]
+    titles = dict.fromkeys(name.removeprefix(records.EVALUATED) for name in found)
+    drawn = []
+    for title in titles:
+        drawn.append(
+            draw_curves(title, {name: found[name] for name in (title, records.EVALUATED + title) if name in found})
+        )
     return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn)}</div>' if drawn else ""
 
 
@@ -93,12 +86,12 @@ def _cluster(run: RunFolder) -> str:
     rows = []
     for task in spec.tasks:
         beat = beats.get(task.name)
-        pace = (beat and beat.pace) or Pace()
+        pace = (beat and beat.pace) or records.Pace()
         ms = (pace.step_ms or {}).get("p50")
         shown = [cell(ms, "{:.1f}"), cell(pace.busy_share, "{:.0%}"), cell(pace.input_share, "{:.0%}")]
         rows.append([task.name, task.address, beat.state if beat else "-", beat.restarts if beat else 0, *shown])
     head = ["task", "address", "state", "restarts", "ms a step", "busy", "input"]
-    slow = "".join(f"<p>{escape(line)}</p>" for line in stragglers.lines(summary.pace if summary else Paces()))
+    slow = "".join(f"<p>{escape(line)}</p>" for line in stragglers.lines(summary.pace if summary else records.Paces()))
     return _rows(head, rows, numbers=range(3, 7)) + slow
 
 
@@ -124,7 +117,7 @@ def _environment(run: RunFolder) -> str:
     recorded = records.read_record(run.environment, dictionary(Record), {})
     manifest = run.load_manifest({})
     recorded |= {name: manifest[name] for name in ("runtime", "image", "code", "locks") if manifest.get(name)}
-    return _table(without_secrets(recorded).items())
+    return _table(listing.without_secrets(recorded).items())
 
 
 def _table(pairs: Iterable[tuple[str, Any]]) -> str:
@@ -189,10 +182,8 @@ def draw_curves(title: str, curves: Mapping[str, Curve]) -> str:
             parts.append(f'<circle cx="{x_at(x)}" cy="{y_at(y)}" r="4" fill="var(--c{at})"/>')
     names = (f'<li><i style="background: var(--c{at})"></i>{escape(name)}</li>' for at, name in enumerate(curves))
     legend = f'<ul class="legend">{"".join(names)}</ul>' if len(curves) > 1 else ""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(parts)}</svg>{legend}'
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    return f'{head} aria-label="{escape(title)}">{"".join(parts)}</svg>{legend}'
 
 
 def ticks(low: float, high: float) -> list[float]:

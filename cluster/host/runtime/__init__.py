@@ -1,4 +1,1 @@
-"""The runtimes, which run tasks: a module for each, such as `local_runtime`; others are in `cluster/host/schedulers`.
-
-`base.py` has the interface of a runtime and `registry.py` their table. Code outside never checks for a runtime's name.
-"""
+"""The runtimes, which run tasks: `base.py` has their interface, `registry.py` their table."""

@@ -7,19 +7,17 @@ import sys
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.contract import settings, tf_config, user_code
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TRAINER_IMPORTS
 from cluster.contract.spec import ClusterSpec
-from cluster.host.gpu import devices
-from cluster.host.gpu.placement import NO_DEVICE, Placement
+from cluster.host import nvidia
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import namespaces, resources, supervisor, warm
-from cluster.host.runtime.base import Finding, Runtime, Shell, Workload
-from cluster.host.runtime.injector import SLOWED_SHARE, FaultInjector
+from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
+from cluster.host.runtime.payload import with_variables
 from cluster.host.runtime.resources import HOST, PRIVATE, Network
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError
@@ -33,7 +31,7 @@ class ProcessFaults(FaultInjector):
     """Injects faults into local processes, by signals and limits."""
 
     storm = FaultInjector.storm | {"lose"}
-    refusals = MappingProxyType({"partition": "local tasks share one network; use a run of --runtime docker"})
+    refusals: ClassVar = {"partition": "local tasks share one network; use a run of --runtime docker"}
 
     def __init__(self, run: RunFolder) -> None:
         super().__init__(run)
@@ -56,15 +54,17 @@ class ProcessFaults(FaultInjector):
 
     def slow(self, task: str) -> None:
         """Repeatedly stop and continue the program, in a thread."""
-        self._undone.clear()
-        self._slowing = threading.Thread(target=self._stop_and_go, args=(self.processes(task)["program"],), daemon=True)
-        self._slowing.start()
+        program = self.processes(task)["program"]
 
-    def _stop_and_go(self, program: dict[str, int]) -> None:
-        while not self._undone.wait(SLICE_S * SLOWED_SHARE):
-            processes.kill(program, signal.SIGSTOP)
-            self._undone.wait(SLICE_S * (1 - SLOWED_SHARE))
-            processes.kill(program, signal.SIGCONT)
+        def stop_and_go() -> None:
+            while not self._undone.wait(SLICE_S * SLOWED_SHARE):
+                processes.kill(program, signal.SIGSTOP)
+                self._undone.wait(SLICE_S * (1 - SLOWED_SHARE))
+                processes.kill(program, signal.SIGCONT)
+
+        self._undone.clear()
+        self._slowing = threading.Thread(target=stop_and_go, daemon=True)
+        self._slowing.start()
 
     def oom(self, task: str) -> None:
         """Limit the program's memory to its current size, so that its next allocation fails."""
@@ -123,10 +123,8 @@ class LocalProcesses(Runtime):
         elif (refused := namespaces.refusal()) is None:
             return Network(PRIVATE, typed)
         elif typed:
-            raise PrerequisiteError(
-                f"--network {PRIVATE}: tasks can have no private network here: {refused.why}; {refused.fix}, or "
-                "leave it out"
-            )
+            why = f"tasks can have no private network here: {refused.why}"
+            raise PrerequisiteError(f"--network {PRIVATE}: {why}; {refused.fix}, or leave it out")
         else:
             why = f"they can have no private network: {refused.why}; {refused.fix}, or {INSTEAD}"
         warning = f"{resources.EXPOSED}: the tasks are in this machine's network, {why}"
@@ -138,21 +136,17 @@ class LocalProcesses(Runtime):
     def render(self, work: Workload) -> dict[str, Any]:
         payload = work.payload
         more = payload.environment(work.cluster, payload.local_path())
-        return processes_of(
-            work.cluster, work.run.path, work.data_dir, payload.command(), more, work.gpus, work.network.name
-        )
+        command, network = payload.command(), work.network.name
+        return processes_of(work.cluster, work.run.path, work.data_dir, command, more, work.gpus, network)
 
     def preflight(self, work: Workload, ending: int = 0) -> None:
         resources.check_free_memory(len(work.cluster.tasks), ending)
         if work.gpus.ids:
-            devices.check_environment()
+            nvidia.check_environment()
 
     def commands(self, work: Workload) -> list[str]:
-        lines = []
-        for task in self.render(work)["tasks"].values():
-            environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["environment"].items())
-            lines.append(f"{environment} {shlex.join(task['command'])} &")
-        return lines
+        tasks = self.render(work)["tasks"].values()
+        return [with_variables(task["environment"], f"{shlex.join(task['command'])} &") for task in tasks]
 
     def anticipate(self, work: Workload, compose: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         if self._early:
@@ -185,7 +179,7 @@ def processes_of(
     data_dir: Path,
     command: list[str],
     more: Mapping[str, str | None] | None = None,
-    gpus: Placement | None = None,
+    gpus: nvidia.Placement | None = None,
     network: str = HOST,
 ) -> dict[str, Any]:
     """Return the local form of `compose.json`: each task's command and additional environment.
@@ -193,14 +187,18 @@ def processes_of(
     `command` are the agent's arguments, empty for the built-in trainer. Every task also gets the variables `more`, of
     which None means the caller's value. Without `gpus` no task sees any GPU.
     """
-    more, gpus = more or {}, gpus or Placement()
+    more, gpus = more or {}, gpus or nvidia.Placement()
     values = {name: value for name, value in more.items() if value is not None}
     tasks = {}
     for task in spec.tasks:
         environment = {"RUN_DIR": str(run_dir), "DATA_DIR": str(data_dir), "TASK": task.name, **values}
-        environment |= _visible_gpus(gpus, task.name, more)
-        if network == PRIVATE and gpus.of(task.name):
-            environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may not exist in there
+        if ids := gpus.of(task.name):
+            order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi's indices
+            environment |= {"CUDA_VISIBLE_DEVICES": ",".join(ids)} | order | gpus.environment(task.name, more)
+            if network == PRIVATE:
+                environment["NCCL_SOCKET_IFNAME"] = "lo"  # the caller's may not exist in there
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = nvidia.NO_DEVICE  # whatever the caller sees
         if text := tf_config.dumps(spec, task):
             environment["TF_CONFIG"] = text
         tasks[task.name] = {"command": [sys.executable, "-m", "cluster.agent", *command], "environment": environment}
@@ -210,11 +208,3 @@ def processes_of(
     accelerated = bool(spec.kind.hardware) or any(gpus.of(task.name) for task in spec.tasks)
     shared = settings.is_on("SHARED_IMPORT")
     return composed | {"preload": TRAINER_IMPORTS} if shared and not command and not accelerated else composed
-
-
-def _visible_gpus(gpus: Placement, task: str, given: Collection[str]) -> dict[str, str]:
-    """Return the variables with which a process sees only its own GPUs, whatever its caller sees."""
-    if not (ids := gpus.of(task)):
-        return {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi's indices
-    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} | order | gpus.environment(task, given)

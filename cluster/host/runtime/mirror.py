@@ -1,7 +1,7 @@
 """The mirror of a run in an object store: its URL, and the local process that uploads to it.
 
 `up` starts the process, which runs as long as the run, even with `--detach`. Its record is next to the run folders,
-where no container can write. `cluster/host/control/uploads.py` is the process's program.
+where no container can write. `cluster/host/launch/mirroring.py` is the process's program.
 """
 
 import contextlib
@@ -23,12 +23,11 @@ from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
 NONE = "none"
-PROGRAM, RECORD = "cluster.host.control.uploads", "mirror"
+PROGRAM, RECORD = "cluster.host.launch.mirroring", "mirror"
 URL = re.compile(r"(?:(s3|gs)://(?:([^\s/@?#]+)@)?(?=[^/])|(file)://(?=/[^/]))([^\s@?#]+)(?:\?([^\s@?#]*))?")
 PARAMETERS = {
     "s3": ("region", "scheme", "endpoint_override", "tls_ca_file_path"),
     "gs": ("scheme", "endpoint_override", "project_id", "retry_limit_seconds"),
-    "file": (),
 }
 """The parameters that a URL of each scheme may have, none of which is secret."""
 WAIT_S, POLL_S = 1800.0, 0.1
@@ -54,9 +53,6 @@ def take_credentials(url: str) -> str:
     """Return a mirror's URL without the user and password, which become environment variables of this process.
 
     The S3 client reads them there, in this process and the upload process; no record, log or task contains them.
-
-    Raises:
-        UsageError: the URL is not that of a folder in a store. The message shows no secret.
     """
     match = URL.fullmatch(url)
     scheme, user, place, query = (match[1] or match[3], match[2] or "", match[4], match[5] or "") if match else [""] * 4
@@ -65,7 +61,7 @@ def take_credentials(url: str) -> str:
     others = {name for name, _ in parse_qsl(query, keep_blank_values=True)}.difference(PARAMETERS.get(scheme, ()))
     if not match or others or not (has_keys or (scheme, user) in (("gs", "anonymous"), (scheme, ""))):
         shown = re.sub("//.*@", "//", url).partition("?")[0]
-        allowed = "; ".join(f"{', '.join(names)} ({name})" for name, names in PARAMETERS.items() if names)
+        allowed = "; ".join(f"{', '.join(names)} ({name})" for name, names in PARAMETERS.items())
         raise UsageError(
             f"--mirror {shown!r}: expected s3://BUCKET/PATH, gs://BUCKET/PATH or file:///PATH, with KEY:SECRET@ before "
             f"a bucket of s3 or anonymous@ before one of gs, and behind a ? at most {allowed}; write @ as %40"

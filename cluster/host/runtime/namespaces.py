@@ -17,7 +17,6 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _FLAGS = "16sh22x"
 """`struct ifreq` with an interface's name and flags."""
-
 _SYSCTL = Path("/proc/sys")
 _FORBIDDING = {
     "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
@@ -41,9 +40,6 @@ def enter() -> None:
     """Move this process, which must be single-threaded, and its future children to a new network namespace.
 
     Users other than root also need a user namespace, in which they keep their id, so that files keep their owner.
-
-    Raises:
-        OSError: the machine does not allow it.
     """
     user, group = os.geteuid(), os.getegid()
     try:

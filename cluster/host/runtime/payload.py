@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import settings
-from cluster.contract.settings import SECRET_FILES
 from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import UsageError
 
@@ -27,11 +27,15 @@ _VARIABLES: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".to
 PREFIXES, DEVICE_PREFIXES = _VARIABLES["prefixes"], _VARIABLES["device_prefixes"]
 PROXIES = _VARIABLES["proxies"]
 PROCESS = frozenset(_VARIABLES["process"])
-NEVER_INHERITED = frozenset([*_VARIABLES["never_inherited"], SECRET_FILES])
+NEVER_INHERITED = frozenset([*_VARIABLES["never_inherited"], settings.SECRET_FILES])
 NEVER_SET = NEVER_INHERITED | {"PYTHONPATH", "RUNS_DIR"}
 """The variables that `--env` cannot set, because they are set for each task or in the environment of `up`."""
-
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+SCRIPT_MOUNT = "/script"
+CODE_MOUNT = "/code"
+PACKAGES_MOUNT = "/packages"
+SECRETS_MOUNT = "/run/secrets"
+LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 
 
 def process_variables(names: Collection[str] = ()) -> dict[str, str]:
@@ -56,6 +60,11 @@ def container_variables(*, way_out: bool) -> dict[str, str | None]:
 
 def _for_every_task(name: str) -> bool:
     return name not in NEVER_INHERITED and (name.startswith((*PREFIXES, *DEVICE_PREFIXES)) or name in settings.OF_TASKS)
+
+
+def with_variables(variables: Mapping[str, str], command: str) -> str:
+    """Return a shell command with these variables."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), command])
 
 
 def python_path() -> list[str]:
@@ -99,13 +108,6 @@ def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Pa
     return files
 
 
-SCRIPT_MOUNT = "/script"
-CODE_MOUNT = "/code"
-PACKAGES_MOUNT = "/packages"
-SECRETS_MOUNT = "/run/secrets"
-LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
-
-
 @dataclass(frozen=True)
 class Payload:
     """The user's own code; empty for the built-in trainer with a built-in preset."""
@@ -115,7 +117,6 @@ class Payload:
     code_dirs: tuple[Path, ...] = ()
     requirements: Path | None = None
     packages: Path | None = None
-    """The folder with the packages of `requirements`."""
     separate_chief: bool = False
     """Whether the script's TF_CONFIG has a chief; most scripts expect only workers."""
     env: tuple[str, ...] = ()
@@ -157,7 +158,7 @@ class Payload:
         if path:
             variables["PYTHONPATH"] = os.pathsep.join(path)
         if self.secrets:
-            variables[SECRET_FILES] = json.dumps({name: str(file) for name, file in self.secrets.items()})
+            variables[settings.SECRET_FILES] = json.dumps({name: str(file) for name, file in self.secrets.items()})
         if self.script is None:
             return variables
         variables["PYTHONUNBUFFERED"] = "1"

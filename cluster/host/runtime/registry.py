@@ -30,27 +30,22 @@ def find_runtime(run: RunFolder) -> Runtime:
 def choose_runtime(requested: str, strategy: Strategy | None = None) -> tuple[Runtime, str]:
     """Return the runtime for `--runtime`, with an explanation of the choice; the strategy may need hardware."""
     hardware = strategy.hardware.upper() if strategy else ""
-    if requested != AUTO:
-        return _requested(get_runtime(requested), strategy.name if strategy else "", hardware)
     why = ""
+    if requested != AUTO:
+        runtime = get_runtime(requested)
+        if strategy and hardware and not runtime.reaches_hardware:
+            others = " or ".join(f"--runtime {each.name}" for each in RUNTIMES.values() if each.reaches_hardware)
+            option = f"--runtime {runtime.name} with --strategy {strategy.name}"
+            raise UsageError(f"{option}: {runtime.tasks} get no {hardware}; use {others}")
+        if not (state := runtime.probe()).ready:
+            advice = f"{state.fix}, or use --runtime {LOCAL.name}"
+            raise PrerequisiteError(f"--runtime {runtime.name}: {state.detail}; {advice}")
+        return runtime, f"{runtime.tasks}: {state.detail}" if state.detail else f"{runtime.tasks}, as requested"
     for runtime in (each for each in RUNTIMES.values() if each.automatic):
         if hardware and not runtime.reaches_hardware:
             why = f"{runtime.tasks} get no {hardware}"
             continue
-        state = runtime.probe()
-        if state.ready:
+        if (state := runtime.probe()).ready:
             return runtime, f"{runtime.tasks}: {state.detail or why}"
         why = state.detail
     raise PrerequisiteError(f"--runtime {AUTO}: {why}")
-
-
-def _requested(runtime: Runtime, strategy: str, hardware: str) -> tuple[Runtime, str]:
-    if hardware and not runtime.reaches_hardware:
-        others = " or ".join(f"--runtime {each.name}" for each in RUNTIMES.values() if each.reaches_hardware)
-        raise UsageError(
-            f"--runtime {runtime.name} with --strategy {strategy}: {runtime.tasks} get no {hardware}; use {others}"
-        )
-    state = runtime.probe()
-    if not state.ready:
-        raise PrerequisiteError(f"--runtime {runtime.name}: {state.detail}; {state.fix}, or use --runtime {LOCAL.name}")
-    return runtime, f"{runtime.tasks}: {state.detail}" if state.detail else f"{runtime.tasks}, as requested"

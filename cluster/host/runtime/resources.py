@@ -19,6 +19,9 @@ TASK_MEMORY_BYTES = 600 * 2**20
 SHARED = 0.9
 """The share of the machine's memory that the tasks of a run divide among themselves."""
 UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40}
+PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
+UNPROTECTED = "warning: TensorFlow's servers have no authentication, and"
+EXPOSED = f"{UNPROTECTED} all who reach this machine reach them"
 
 
 @dataclass(frozen=True)
@@ -35,29 +38,24 @@ class Memory:
     def check(self, num_tasks: int) -> None:
         """Check that the tasks fit; raise PrerequisiteError if not."""
         if self.requested and num_tasks * self.task_bytes > self.total_bytes:
-            raise PrerequisiteError(
-                f"--memory {self.requested} for {counted(num_tasks, 'task')} makes "
-                f"{size(num_tasks * self.task_bytes)}, the engine's machine has "
-                f"{size(self.total_bytes)}; use --memory "
-                f"{self.total_bytes // num_tasks // 2**20}MiB, or fewer tasks"
-            )
+            needed, total = size(num_tasks * self.task_bytes), size(self.total_bytes)
+            use = f"use --memory {self.total_bytes // num_tasks // 2**20}MiB, or fewer tasks"
+            option = f"--memory {self.requested} for {counted(num_tasks, 'task')}"
+            raise PrerequisiteError(f"{option} makes {needed}, the engine's machine has {total}; {use}")
         if self.task_bytes < TASK_MEMORY_BYTES:
             shared = int(self.total_bytes * SHARED)
-            raise PrerequisiteError(
-                f"{counted(num_tasks, 'task')} that share {size(shared)} of memory get "
-                f"{size(self.task_bytes)} each, and TensorFlow alone takes {size(TASK_MEMORY_BYTES)}; "
-                f"use at most {counted(shared // TASK_MEMORY_BYTES, 'task')} here"
-            )
+            have = f"{counted(num_tasks, 'task')} that share {size(shared)} of memory get {size(self.task_bytes)} each"
+            use = f"use at most {counted(shared // TASK_MEMORY_BYTES, 'task')} here"
+            raise PrerequisiteError(f"{have}, and TensorFlow alone takes {size(TASK_MEMORY_BYTES)}; {use}")
 
 
 def check_free_memory(num_tasks: int, ending: int = 0) -> None:
     """Check that TensorFlow processes without a limit fit into the free memory and that of `ending` tasks."""
     available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
     if num_tasks * TASK_MEMORY_BYTES > available:
-        raise PrerequisiteError(
-            f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory, "
-            f"{available / 2**30:.1f} GiB are free; use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
-        )
+        need = f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory"
+        use = f"use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"
+        raise PrerequisiteError(f"{need}, {available / 2**30:.1f} GiB are free; {use}")
 
 
 def parse_memory(text: str) -> int:
@@ -69,16 +67,9 @@ def parse_memory(text: str) -> int:
         raise UsageError(f"--memory {text!r}: expected a number and MiB, GiB or TiB, such as 8GiB or 1500MiB")
     size_bytes = int(float(match[1]) * UNITS[match[2].lower()])
     if size_bytes < TASK_MEMORY_BYTES:
-        raise UsageError(
-            f"--memory {text!r}: expected at least {TASK_MEMORY_BYTES // 2**20}MiB, what TensorFlow alone takes, and "
-            "at most what the machine has; use such as 8GiB or 1500MiB"
-        )
+        least = f"at least {TASK_MEMORY_BYTES // 2**20}MiB, what TensorFlow alone takes"
+        raise UsageError(f"--memory {text!r}: expected {least}, and at most the machine's, such as 8GiB or 1500MiB")
     return size_bytes
-
-
-PRIVATE, HOST, ENCRYPTED, EGRESS = "private", "host", "encrypted", "egress"
-UNPROTECTED = "warning: TensorFlow's servers have no authentication, and"
-EXPOSED = f"{UNPROTECTED} all who reach this machine reach them"
 
 
 @dataclass(frozen=True)
@@ -101,9 +92,6 @@ def check_network(requested: str, *allowed: str) -> None:
         raise UsageError(f"--network {requested!r} is not a network here{nearest(requested, known)}")
 
 
-_WORD = re.compile(r"[A-Za-z0-9_.:,@/+-]+")
-
-
 @dataclass(frozen=True)
 class Job:
     """The request to a scheduler, as typed; an empty field leaves the choice to the scheduler.
@@ -111,8 +99,6 @@ class Job:
     Attributes:
         partition: one or more Slurm partitions, separated by commas.
         time: the time limit, after which the job is queued again.
-        account: the account that is charged.
-        nodes: the number of nodes for the tasks.
         gpus_per_task: the number of GPUs of each task; only the chief and the workers use theirs.
         constraint: one or more constraints on a Swarm's nodes, in Docker's syntax, separated by commas.
     """
@@ -124,14 +110,3 @@ class Job:
     cpus_per_task: str = ""
     gpus_per_task: str = ""
     constraint: str = ""
-
-    @property
-    def described(self) -> str:
-        """The request as command-line options."""
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(self).items() if value)
-
-    def check(self) -> None:
-        """Check that the values are safe words for a scheduler; raise UsageError if not."""
-        for option in ("partition", "account", "time"):
-            if (value := getattr(self, option)) and not _WORD.fullmatch(value):
-                raise UsageError(f"--{option} {value!r}: expected a word as Slurm has it; see `sinfo` and `sacctmgr`")

@@ -32,7 +32,6 @@ from cluster.contract.results import summary
 from cluster.contract.run import launch_records, owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.contract.run.records import EndedAttempt
 from cluster.host.runtime import namespaces
 from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import HOST, PRIVATE
@@ -49,6 +48,13 @@ SUPERVISOR_STOPPED_S = 8.0
 """After this long, a supervisor that a signal has stopped is continued: it restarts no agents while stopped."""
 KILL_TIMEOUT_S = 10.0
 """Longest wait for killed processes to end; a process in an uninterruptible system call may take longer."""
+AGENT = "cluster.agent.agent"
+"""The module that the supervisor imports once, to fork every agent. A name, since images have no `cluster.host`."""
+POLL_S = 0.05
+AGENT_STOPPED_S = 15.0
+"""An agent that a signal has kept stopped for longer than this is replaced. The other agents notice a bit earlier."""
+START_S = 120.0
+"""Timeout for a live supervisor's first heartbeats, which take a few seconds at most on an idle machine."""
 
 
 def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
@@ -69,7 +75,6 @@ def keep(work: Callable[[], None], on_terminate: Callable[[], object]) -> None:
 
 
 def _reap_until(child: int) -> int:
-    """Wait for the child, reap adopted processes, and continue the child if it is stopped; return its exit code."""
     recorded = processes.identity(child)
     while True:
         pid, status = os.waitpid(-1, os.WUNTRACED)
@@ -93,15 +98,6 @@ def _kill_the_rest() -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
-
-
-AGENT = "cluster.agent.agent"
-"""The module that the supervisor imports once, to fork every agent. A name, since images have no `cluster.host`."""
-POLL_S = 0.05
-AGENT_STOPPED_S = 15.0
-"""An agent that a signal has kept stopped for longer than this is replaced. The other agents notice a bit earlier."""
-START_S = 120.0
-"""Timeout for a live supervisor's first heartbeats, which take a few seconds at most on an idle machine."""
 
 
 def command(run: RunFolder) -> list[str]:
@@ -164,7 +160,7 @@ class Supervisor:
         self.tasks: dict[str, Any] = how["tasks"]
         self.agents: dict[str, subprocess.Popen[bytes] | fork_server.ForkedProcess] = {}
         self._stop_timers: dict[str, processes.StopTimer] = {}
-        self._failures: dict[str, list[EndedAttempt]] = {name: [] for name in self.tasks}
+        self._failures: dict[str, list[records.EndedAttempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
         """When to start or restart each agent that does not run, by the monotonic clock."""
 
@@ -227,7 +223,7 @@ class Supervisor:
         kind = ends.classify_code(code, out_of_memory=False)
         saved, step = max(self.run.saved_steps, default=-1), step_record.newest_step(self.run, self.run.generation)
         tried = self._failures[name]
-        tried.append(EndedAttempt(kind, step, saved))
+        tried.append(records.EndedAttempt(kind, step, saved))
         if count := attempt_limits.count_over_limit(tried, *attempt_limits.restart_limits(self.run)):
             why = f"{processes.describe_exit(code)} on {socket.gethostname()}; see {self.run.log(name)}"
             cause = f"its agent failed {counted(count, 'time')} without progress: {why}"

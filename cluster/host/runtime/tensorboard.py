@@ -12,7 +12,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import Process
 from cluster.contract.run.logs import last_line
 from cluster.contract.schema import Count, Record, dictionary
-from cluster.host.runtime import compose_services
+from cluster.host.runtime import compose_runtime
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
 from cluster.system.json_files import write_json
@@ -24,13 +24,10 @@ from cluster.system.waiting import wait_until
 AUTO = "auto"
 PORT = 6006
 FREE_PORTS = 100
-"""Number of ports to try, from `PORT`."""
 START_TIMEOUT_S = 60.0
 ANSWER_S = 1.0
-"""Timeout of a request."""
 POLL_S = 0.2
 PROGRAM = ROOT / "docker" / "board.py"
-"""The program of the process, and of the image."""
 PROCESS, CONTAINER = "local", "docker"
 """The ways to run TensorBoard; `Runtime.board` is one of them."""
 
@@ -61,13 +58,6 @@ def port_problem(runs_dir: Path, port: int) -> str:
     return ""
 
 
-def start_commands(runs_dir: Path, port: int | None, board: str) -> list[str]:
-    """Return the commands of `start`, to show or paste; none for a process, which is started without a shell."""
-    if board == PROCESS:
-        return []
-    return [compose_services.tensorboard_command(runs_dir, port or PORT, "up", "--detach", "tensorboard")]
-
-
 def start(
     runs_dir: Path,
     port: int | None,
@@ -92,7 +82,7 @@ def start(
         record: dict[str, Any] = {"runtime": board, "port": port}
         if board == CONTAINER:
             write_json(_record_path(runs_dir), record)  # first, for the leftovers of a failed start
-            sh(compose_services.tensorboard_command(runs_dir, port, *compose_services.UP, "tensorboard"))
+            sh(compose_runtime.tensorboard_command(runs_dir, port, *compose_runtime.UP, "tensorboard"))
         else:
             record["process"] = processes.identity(_start_process(runs_dir, port))
             write_json(_record_path(runs_dir), record)
@@ -115,8 +105,8 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
     if record["runtime"] == CONTAINER:
         ended = _container_runs(runs_dir)
         words = ("down", "--timeout", "5", "--volumes")
-        command = compose_services.tensorboard_command(runs_dir, record["port"], *words)
-        compose_services.run_ending(command, sh, "TensorBoard is in a container, which may continue")
+        command = compose_runtime.tensorboard_command(runs_dir, record["port"], *words)
+        compose_runtime.run_ending(command, sh, "TensorBoard is in a container, which may continue")
     else:
         ended = processes.end(record["process"])
     _record_path(runs_dir).unlink(missing_ok=True)
@@ -134,13 +124,12 @@ class _Board(Record):
 
 
 def _record(runs_dir: Path) -> dict[str, Any] | None:
-    """Return the record of TensorBoard; None if none was started or the record is damaged."""
     record = records.read_record(_record_path(runs_dir), dictionary(_Board), None)
     return record if record and (record["runtime"] == CONTAINER or record["process"]) else None
 
 
 def _container_runs(runs_dir: Path) -> bool:
-    return compose_services.is_running(compose_services.tensorboard_project(runs_dir))
+    return compose_runtime.is_running(compose_runtime.tensorboard_project(runs_dir))
 
 
 def _start_process(runs_dir: Path, port: int) -> int:
@@ -166,7 +155,5 @@ def _await_answer(
             return False
 
     if not wait_until(answers, START_TIMEOUT_S, POLL_S):
-        raise TimedOut(
-            f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see "
-            f"{runs_dir / '.tensorboard.log'} or `docker logs` of its container, then `{COMMAND} tensorboard`"
-        )
+        place = f"{runs_dir / '.tensorboard.log'} or `docker logs` of its container, then `{COMMAND} tensorboard`"
+        raise TimedOut(f"TensorBoard did not answer on {address(port)} in {START_TIMEOUT_S:g} s; see {place}")

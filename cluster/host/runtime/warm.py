@@ -30,13 +30,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cluster.contract import settings, user_code
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import namespaces, supervisor
-from cluster.host.runtime.forked_programs import ForkedProgram, receive, receive_number, serve_calls
 from cluster.host.runtime.resources import PRIVATE
 from cluster.system import fork_server, memory, processes
 from cluster.system.errors import EXIT_FAILED
@@ -44,6 +43,11 @@ from cluster.system.files import open_file
 from cluster.system.loaded import Loaded, circumstances, sha256_of
 from cluster.system.paths import ROOT
 
+KILL = b"\2"
+"""The byte, not a message, by which `up` requests that the program is killed."""
+POLL_S = 0.01
+KILL_S = 10.0
+"""Timeout for a killed program to end."""
 OF_RUN = ("RUN_DIR", "TASK", "TF_CONFIG", owner.TOKEN)
 """The variables that may differ between the runs of one warm process."""
 NO_TOKEN = "0" * 32
@@ -56,11 +60,79 @@ TICK_S = 1.0
 SOCKET = f"{hashlib.sha256(f'{ROOT}:{sys.executable}'.encode()).hexdigest()[:16]}.sock"
 
 
-class EarlySupervisor:
-    """The future supervisor of a run whose folder does not exist yet; `start_supervisor` hands the run over to it.
+class ForkedProgram:
+    """A program that the process on the other side has forked, see `user_code.Program`."""
 
-    It imports in advance, and until the hand-over it ends with this process.
-    """
+    def __init__(self, connection: socket.socket, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._connection, self._command = connection, command
+        self._code: int | None = None
+        read, write = os.pipe()
+        self.stdout: IO[bytes] = os.fdopen(read, "rb")
+        order = json.dumps({"command": command, "environment": dict(environment)}).encode() + b"\n"
+        try:
+            sent = socket.send_fds(connection, [order], [write])
+            connection.sendall(order[sent:])
+        finally:
+            os.close(write)
+
+    def wait(self, timeout_s: float) -> int:
+        if self._code is None:
+            self._connection.settimeout(timeout_s)
+            try:
+                self._code = receive_number(self._connection)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self._command, timeout_s) from None
+        return -signal.SIGKILL if self._code is None else self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            try:
+                self._connection.sendall(KILL)
+                self.wait(KILL_S)
+            except (OSError, subprocess.TimeoutExpired):
+                self._connection.close()
+
+
+def receive_number(connection: socket.socket) -> int | None:
+    """Return the number that the other side sends; None if it has ended. Raises TimeoutError after a timeout."""
+    with contextlib.suppress(ConnectionError, struct.error):
+        number: int = struct.unpack("i", connection.recv(4))[0]
+        return number
+    return None
+
+
+def receive(connection: socket.socket) -> dict[str, Any]:
+    """Return the next message, with a received descriptor as `output`; raise SystemExit if the other side has ended."""
+    text, files = b"", list[int]()
+    while not text.endswith(b"\n"):
+        part, more, _, _ = socket.recv_fds(connection, 2**16, 1)
+        if not part:
+            raise SystemExit(EXIT_FAILED)
+        text, files = (text + part).lstrip(KILL), files + more  # KILL may arrive after the program's end
+    message: dict[str, Any] = json.loads(text)
+    return message | ({"output": files[0]} if files else {})
+
+
+def serve_calls(connection: socket.socket) -> None:
+    """Run programs for `up`, one at a time, until a message without a command asks for the supervisor."""
+    while "command" in (order := receive(connection)):
+        with os.fdopen(order["output"], "wb") as output:
+            how = {"env": order["environment"], "stdout": output, "stderr": subprocess.STDOUT, "process_group": 0}
+            process = fork_server.start(order["command"], **how, preexec_fn=processes.die_with_parent)
+        wanted = True
+        while wanted and not processes.has_ended(process):
+            ready, _, _ = select.select([connection], [], [], POLL_S)
+            wanted = not ready
+        killed = not wanted and connection.recv(len(KILL)) == KILL
+        processes.signal_group(process, signal.SIGKILL)
+        code = processes.wait(process)
+        if not wanted and not killed:  # `up` has ended
+            raise SystemExit(EXIT_FAILED)
+        connection.sendall(struct.pack("i", code))
+
+
+class EarlySupervisor:
+    """The future supervisor of a run without a folder, which imports already. Until the hand-over it ends with us."""
 
     def __init__(
         self, run: RunFolder, how: Mapping[str, Any], config: Mapping[str, Any], strategy: str, keep_s: float = 0.0
@@ -80,7 +152,6 @@ class EarlySupervisor:
         self._begin()
 
     def _begin(self) -> None:
-        """Start a new process, which imports."""
         end()  # the kept process hangs, or its imports are outdated
         self._imported = False
         self._connection, theirs = socket.socketpair()
@@ -170,11 +241,7 @@ def refusal() -> str:
 
 @contextlib.contextmanager
 def _folder(*, create: bool = False) -> Iterator[int]:
-    """Open the folder of the sockets, which only this user can access; yield its descriptor, to address its entries.
-
-    Raises:
-        OSError: the folder is missing, a link, owned by another user, or accessible to others.
-    """
+    """Open the folder of the sockets, which must be only this user's; yield its descriptor, to address its entries."""
     named = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(named, "tf-cluster") if named else Path(tempfile.gettempdir(), f"tf-cluster-{os.geteuid()}")
     if create:
@@ -214,17 +281,14 @@ class Warm:
         initial = dict(os.environ)
         _preload(order)
         imported = dict(os.environ)
-        _set_variables(initial)
+        os.environ.clear()
+        os.environ.update(initial)
         self._chosen = _preload(order)  # again, to distinguish variables that only the first imports set
         self._added = {name: imported[name] for name in imported if imported[name] != os.environ.get(name)}
         ctypes.CDLL(None).malloc_trim(0)
         self.loaded = Loaded(own_code(), order["code"], began)
-        self._keep_s = mmap.mmap(-1, 8)  # shared with the forks
-        self.keep(order["keep_s"])
-
-    def keep(self, seconds: float) -> None:
-        """Set how long to stay after the last run."""
-        self._keep_s[:] = struct.pack("d", seconds)
+        self._keep_s = mmap.mmap(-1, 8)  # how long to stay after the last run; shared with the forks
+        self._keep_s[:] = struct.pack("d", order["keep_s"])
 
     def serve(self, first: socket.socket) -> socket.socket:
         """Fork for each connection and return it in the fork; this process never returns, and exits when it is over."""
@@ -254,7 +318,7 @@ class Warm:
         if order["circumstances"] != circumstances() or not self.loaded.is_current():
             raise SystemExit(EXIT_FAILED)
         if order["keep_s"]:
-            self.keep(order["keep_s"])
+            self._keep_s[:] = struct.pack("d", order["keep_s"])
 
     def complete(self, chosen: Mapping[str, str]) -> None:
         """In a fork, raise SystemExit if the imports had other variables than `chosen`; set those the imports set."""
@@ -275,26 +339,17 @@ def _listen(listener: socket.socket) -> int:
 
 
 def _inode() -> int:
-    """Return the inode of this checkout's socket; 0 if there is none."""
     with contextlib.suppress(OSError), _folder() as folder:
         return os.stat(SOCKET, dir_fd=folder, follow_symlinks=False).st_ino
     return 0
 
 
 def _preload(order: Mapping[str, Any]) -> dict[str, str]:
-    """Import the tasks' modules; return the resulting environment, without `OF_RUN`.
-
-    The imports set variables, depending on the configuration and on whether they are the first.
-    """
+    """Import the tasks' modules; return the resulting environment, which the imports change, without `OF_RUN`."""
     importlib.import_module(supervisor.AGENT)
     with contextlib.suppress(Exception):  # the supervisor tries again and logs the error
         fork_server.preload(order["preload"], order["config"], order["strategy"])
     return {name: value for name, value in os.environ.items() if name not in OF_RUN}
-
-
-def _set_variables(variables: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
 
 
 def main() -> None:
@@ -312,7 +367,8 @@ def main() -> None:
             order = receive(connection)
             warm.check(order)
         processes.replace_variable(owner.TOKEN, order["environment"][owner.TOKEN])
-        _set_variables(order["environment"])
+        os.environ.clear()
+        os.environ.update(order["environment"])
         warm.complete(_preload(order))
     else:
         processes.die_with_parent()

@@ -11,17 +11,15 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.contract.run import owner, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.launch_records import TaskAddress
-from cluster.host.gpu.placement import NO_DEVICE
 from cluster.host.image.engine import Availability
+from cluster.host.nvidia import NO_DEVICE
 from cluster.host.runtime import resources
-from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
-from cluster.host.runtime.injector import FaultInjector
+from cluster.host.runtime.base import FaultInjector, Finding, ScheduledRuntime, Shell, Workload
 from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import Network
 from cluster.system import processes
@@ -43,10 +41,17 @@ IN_PROGRESS = frozenset(
 )
 """States of a job that is running or queued, or will be queued again, as after preemption or the loss of a node."""
 IN_USE = frozenset({"idle", "allocated", "mixed", "completing", "planned", "reserved"})
-"""States of available nodes."""
 UNAVAILABLE = "node configuration is not available"
 TEMPORARY = ("contact", "timed out", "temporarily", "busy")
 """Parts of Slurm's error messages about temporary problems, which are not due to the job."""
+SAVE_S = 120
+"""How long before its time limit a job begins to save: longer than any task takes to save and end."""
+LEAVE_S = 60
+"""How long the other tasks may run once the first has ended, before Slurm ends them."""
+SRUN_S = 60.0
+END_S = 90.0
+"""Timeout for a job to end after `scancel`: Slurm waits for KillWait, by default 30 s, before it kills tasks."""
+POLL_S = 0.5
 
 
 class Queue:
@@ -72,10 +77,7 @@ class Queue:
         return found
 
     def describe(self, run: RunFolder) -> str:
-        """Return the state of a run's newest job as a line; empty while the job runs, or if the controller has none.
-
-        The controller forgets a job some minutes after its end.
-        """
+        """Return the state of a run's newest job; empty while it runs, or once the controller has forgotten it."""
         command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%B", f"--name={job_name(run)}"]
         _, printed, _ = self._ask(command)
         rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 3]
@@ -90,10 +92,8 @@ class Queue:
         ended = f"job {number} ended{place}: {state} ({reason})"
         if run.log("slurm").exists():
             return f"{ended}; see logs/slurm.log of the run"
-        return (
-            f"{ended} before any task began, as where a node cannot write {run.path}; let every node see RUNS_DIR "
-            "under that path"
-        )
+        fix = "let every node see RUNS_DIR under that path"
+        return f"{ended} before any task began, as where a node cannot write {run.path}; {fix}"
 
     def nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
         """Return the exit code of `sinfo`, its output, a line for each state of nodes, and its errors."""
@@ -117,24 +117,31 @@ class Queue:
         return answer
 
 
-SAVE_S = 120
-"""How long before its time limit a job begins to save: longer than any task takes to save and end."""
-LEAVE_S = 60
-"""How long the other tasks may run once the first has ended, before Slurm ends them."""
-
-
 def batch_script(work: Workload) -> str:
     """Return the batch script of a run, whose nodes are not known yet."""
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
-    exports = (f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(work).items()))
+    directives = []
+    for option in sbatch_options(work):
+        name, equals, text = option.partition("=")
+        directives.append(f"#SBATCH {name}{equals}{shlex.quote(text) if equals else ''}")
+    payload = work.payload
+    more = payload.environment(work.cluster, payload.local_path())
+    given = {name: value for name, value in more.items() if value is not None}
+    own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
+    gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
+    elsewhere = {"TMPDIR", *payload.caller_variables}  # a node has another folder
+    exports = []
+    for name, value in sorted((process_variables() | given | own | gpus).items()):
+        if name not in elsewhere and not name.startswith("SLURM"):
+            exports.append(f"export {name}={shlex.quote(value)}")
     values = {
-        "directives": "\n".join(map(_directive, sbatch_options(work))),
+        "directives": "\n".join(directives),
         "exports": "\n".join(exports),
         "stop": shlex.quote(f"{step} stop"),
         # The job of an elastic run survives the loss of a node.
         "losses": "--no-kill --wait=0" if work.elastic else f"--wait={LEAVE_S}",
         "step": step,
-        "agent": shlex.join([sys.executable, "-m", "cluster.agent", *work.payload.command()]),
+        "agent": shlex.join([sys.executable, "-m", "cluster.agent", *payload.command()]),
     }
     return string.Template(Path(__file__).with_name("slurm_job.sh").read_text()).safe_substitute(values)
 
@@ -161,21 +168,11 @@ def sbatch_options(work: Workload) -> list[str]:
     return [*words, *(["--no-kill"] if work.elastic else []), "--requeue"]
 
 
-def _directive(option: str) -> str:
-    name, given, value = option.partition("=")
-    return f"#SBATCH {name}{given}{shlex.quote(value) if given else ''}"
-
-
-SRUN_S = 60.0
-
-
 class SlurmFaults(FaultInjector):
     """Injects faults into the tasks of a job, by signals on their nodes."""
 
     storm = frozenset({"kill", "pause", "corrupt"})
-    refusals = MappingProxyType(
-        dict.fromkeys(("partition", "slow", "oom"), "no signal does that; use a run of --runtime docker")
-    )
+    refusals: ClassVar = dict.fromkeys(("partition", "slow", "oom"), "no signal does that; use --runtime docker")
 
     def signal(self, task: str, number: int, *whose: str) -> None:
         found = self.processes(task)
@@ -186,19 +183,13 @@ class SlurmFaults(FaultInjector):
         step = ["srun", f"--jobid={job}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
         code, _, complained = processes.run([*step, "kill", f"-{number}", *words], SRUN_S)
         if code:
-            raise ClusterError(
-                f"srun on {node or 'a node'} of job {job or 'none'}: {' '.join(complained.split())[:200]}"
-            )
+            complaint = " ".join(complained.split())[:200]
+            raise ClusterError(f"srun on {node or 'a node'} of job {job or 'none'}: {complaint}")
 
     def _place(self, task: str) -> TaskAddress | None:
         """Return the last address of a task, which may be a replacement in another job."""
         attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
         return records.read_record(attempts[-1], TaskAddress.from_json) if attempts else None
-
-
-END_S = 90.0
-"""Timeout for a job to end after `scancel`: Slurm waits for KillWait, by default 30 s, before it kills tasks."""
-POLL_S = 0.5
 
 
 class Slurm(ScheduledRuntime):
@@ -233,13 +224,9 @@ class Slurm(ScheduledRuntime):
     def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
         resources.check_network(requested)
         if requested == resources.PRIVATE:
-            raise UsageError(
-                f"--network {requested}: tasks of a Slurm job are in the network of their nodes; leave it out"
-            )
-        warning = (
-            f"{resources.UNPROTECTED} all who reach the nodes reach them: see docs/guides/slurm.md" if serves else ""
-        )
-        return Network(resources.HOST, requested or previous, warning)
+            raise UsageError(f"--network {requested}: tasks of a Slurm job are in their nodes' network; leave it out")
+        exposed = f"{resources.UNPROTECTED} all who reach the nodes reach them: see docs/guides/slurm.md"
+        return Network(resources.HOST, requested or previous, exposed if serves else "")
 
     def render(self, work: Workload) -> dict[str, Any]:
         return {"runtime": self.name, "script": batch_script(work)}
@@ -247,9 +234,8 @@ class Slurm(ScheduledRuntime):
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # another job
         """Check that Slurm would accept the job, according to Slurm itself; raise UsageError if not."""
         if why := self._queue.refusal(sbatch_options(work)):
-            raise UsageError(
-                f"{work.job.described or 'the job'}: Slurm refuses it: {why}; `sinfo --long` shows what it has"
-            )
+            options = [f"--{name.replace('_', '-')} {value}" for name, value in vars(work.job).items() if value]
+            raise UsageError(f"{' '.join(options) or 'the job'}: Slurm refuses it: {why}; see `sinfo --long`")
 
     def commands(self, work: Workload) -> list[str]:
         return [f"{_sbatch(work)} <<'SCRIPT'\n{self.render(work)['script']}SCRIPT"]
@@ -291,15 +277,3 @@ def _sbatch(work: Workload) -> str:
     """Return the command that queues a batch script, exporting the variables whose values are not stored in the run."""
     names = work.payload.caller_variables
     return f"sbatch --export={','.join(names)}" if names else "sbatch"
-
-
-def _environment(work: Workload) -> dict[str, str]:
-    """Return the variables that all tasks share, whose nodes are not known yet."""
-    payload = work.payload
-    more = payload.environment(work.cluster, payload.local_path())
-    given = {name: value for name, value in more.items() if value is not None}
-    own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
-    gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
-    values = process_variables() | given | own | gpus
-    elsewhere = {"TMPDIR", *payload.caller_variables}  # a node has another folder
-    return {name: value for name, value in values.items() if name not in elsewhere and not name.startswith("SLURM")}

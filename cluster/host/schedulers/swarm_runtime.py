@@ -16,8 +16,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from invoke.util import yaml  # invoke brings PyYAML along, for its own files
 
@@ -26,10 +25,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role, Task
 from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
-from cluster.host.runtime import compose_services, resources
+from cluster.host.runtime import compose_runtime, resources
 from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
-from cluster.host.runtime.compose_runtime import ContainerFaults, ContainerRuntime
-from cluster.host.runtime.compose_services import RUN_LABEL
 from cluster.host.runtime.resources import ENCRYPTED, Job, Memory, Network, parse_memory
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
 from cluster.system.messages import last_output_line
@@ -39,6 +36,23 @@ ENGINE_LABEL = "tf-cluster.engine"
 """The label of a node with its engine's address for `docker --host`, such as ssh://host."""
 GPU = "NVIDIA-GPU"
 """The name of GPUs in the engines' `node-generic-resources`, as in NVIDIA's and Docker's documentation."""
+FORMAT = "3.13"
+"""The newest format that `docker stack deploy` supports."""
+WAIT_S = "300"
+"""The timeout of the rendezvous: a Swarm notices the loss of a host only after 15 s."""
+SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
+START_S = 60.0
+"""How long a command waits for the Swarm to place and start every task."""
+UNPLACED_S = 20.0
+"""After this long a task without a host is an error: a Swarm decides within a second, and retries."""
+END_S = 90.0
+"""Timeout for a stack to end, whose tasks get 60 s to save."""
+POLL_S = 0.5
+FIXES = {
+    "No such image": "bring the image there; docs/guides/swarm.md says how",
+    "does not exist": "put RUNS_DIR and DATA_DIR into folders that every host has under the same path",
+}
+"""The fix of an error with which a task is rejected, by a part of its text."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,6 @@ class SwarmNode:
     """A host of the Swarm.
 
     Attributes:
-        name: the host name.
         is_manager: whether its engine is the one to which commands are sent.
         engine: where its engine is reached; empty where its label does not say.
         obstacle: what keeps it from taking tasks, such as `down` or `drain`; empty where nothing does.
@@ -62,17 +75,14 @@ def list_nodes() -> list[SwarmNode]:
     """Return the hosts of the Swarm."""
     manager = ask_manager("info", "--format", "{{.Swarm.NodeID}}")
     ids = ask_manager("node", "ls", "--quiet").split()
-    return [_node(value, manager) for value in json.loads(ask_manager("node", "inspect", *ids))]
-
-
-def _node(value: dict[str, Any], manager: str) -> SwarmNode:
-    spec, described = value.get("Spec", {}), value.get("Description", {})
-    state, availability = value.get("Status", {}).get("State", ""), spec.get("Availability", "")
-    obstacle = state if state != "ready" else availability
-    if obstacle == "active":
-        obstacle = ""
-    address = (spec.get("Labels") or {}).get(ENGINE_LABEL, "")
-    return SwarmNode(described.get("Hostname", ""), value["ID"] == manager, address, obstacle)
+    nodes = []
+    for value in json.loads(ask_manager("node", "inspect", *ids)):
+        spec, described = value.get("Spec", {}), value.get("Description", {})
+        state, availability = value.get("Status", {}).get("State", ""), spec.get("Availability", "")
+        obstacle = state if state != "ready" else availability.removeprefix("active")
+        address = (spec.get("Labels") or {}).get(ENGINE_LABEL, "")
+        nodes.append(SwarmNode(described.get("Hostname", ""), value["ID"] == manager, address, obstacle))
+    return nodes
 
 
 def ask_manager(*words: str) -> str:
@@ -126,27 +136,15 @@ def carry_commands(image: str) -> tuple[list[str], list[str]]:
     return commands, unknown
 
 
-FORMAT = "3.13"
-"""The newest format that `docker stack deploy` supports."""
-WAIT_S = "300"
-"""The timeout of the rendezvous: a Swarm notices the loss of a host only after 15 s."""
-SCRATCH_BYTES, SHM_BYTES = 2**30, 2**30
-
-
 def stack_name(run_dir: Any) -> str:
     """Return the name of a run's stack: the run's Compose project, shortened for the names of services."""
-    project = compose_services.project(run_dir)
+    project = compose_runtime.project(run_dir)
     return f"{project[:-9][:40].rstrip('-_')}{project[-9:]}"
-
-
-def secret_name(stack: str, variable: str) -> str:
-    """Return the Swarm's name of the secret that has a variable's value."""
-    return f"{stack}-{variable}"
 
 
 def render_stack(work: Workload) -> dict[str, Any]:
     """Return the stack of a run."""
-    labels = {RUN_LABEL: work.run.name}
+    labels = {compose_runtime.RUN_LABEL: work.run.name}
     network: dict[str, Any] = {"driver": "overlay", "internal": not work.payload.script, "labels": labels}
     if work.network.name == ENCRYPTED:
         network["driver_opts"] = {"encrypted": "true"}
@@ -157,15 +155,14 @@ def render_stack(work: Workload) -> dict[str, Any]:
     }
     if secrets := work.payload.caller_variables:
         stack = stack_name(work.run.path)
-        rendered["secrets"] = {name: {"external": True, "name": secret_name(stack, name)} for name in secrets}
-    literal: dict[str, Any] = compose_services.literal(rendered)
-    return literal
+        rendered["secrets"] = {name: {"external": True, "name": f"{stack}-{name}"} for name in secrets}
+    return dict(compose_runtime.literal(rendered))
 
 
 def _service(work: Workload, task: Task) -> dict[str, Any]:
     job, secrets = work.job, work.payload.caller_variables
     gpus = int(job.gpus_per_task or 0) if task.role in (Role.CHIEF, Role.WORKER) else 0
-    service = compose_services.describe_task(work, task)
+    service = compose_runtime.describe_task(work, task)
     environment = service["environment"]
     for name in secrets:  # the Swarm stores their values
         del environment[name]
@@ -173,20 +170,33 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
         environment["RENDEZVOUS_TIMEOUT_S"] = WAIT_S
     if gpus:
         environment |= {"GPUS_GIVEN": str(gpus), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-        environment |= {"NCCL_SOCKET_IFNAME": compose_services.NETWORK_INTERFACE}
+        environment |= {"NCCL_SOCKET_IFNAME": compose_runtime.NETWORK_INTERFACE}
     else:
-        environment |= compose_services.NO_GPU
-    service["volumes"] += _scratch(work, with_gpus=gpus > 0)
+        environment |= compose_runtime.NO_GPU
+    # A script's /tmp is a folder of the run.
+    scratch = {"/var/tmp" if work.payload.script else "/tmp": SCRATCH_BYTES}  # noqa: S108
+    if gpus:  # the engine's default of 64 MB is too small for NCCL's buffers
+        scratch["/dev/shm"] = SHM_BYTES  # noqa: S108
+    for target, size in scratch.items():
+        service["volumes"].append({"type": "tmpfs", "target": target, "tmpfs": {"size": size}})
+    limits: dict[str, Any] = {"pids": 4096}
+    reservations: dict[str, Any] = {}
+    if work.memory.task_bytes:
+        limits["memory"] = reservations["memory"] = str(work.memory.task_bytes)
+    if job.cpus_per_task:
+        limits["cpus"] = reservations["cpus"] = job.cpus_per_task
+    if gpus:
+        reservations["generic_resources"] = [{"discrete_resource_spec": {"kind": GPU, "value": gpus}}]
     service |= yaml.safe_load(Path(__file__).with_name("swarm_stack.yaml").read_text())
     service["deploy"] |= {
         "labels": service["labels"],
         "placement": {"constraints": constraints(job)},
-        "resources": _service_resources(work, gpus),
+        "resources": {"limits": limits} | ({"reservations": reservations} if reservations else {}),
     }
     if secrets:
         service["secrets"] = [{"source": name, "target": name} for name in secrets]
     if gpus:
-        service["ulimits"] = dict(compose_services.GPU_LIMITS)
+        service["ulimits"] = dict(compose_runtime.GPU_LIMITS)
     return service
 
 
@@ -195,38 +205,15 @@ def constraints(job: Job) -> list[str]:
     return [re.sub(r"\s*([!=]=)\s*", r"\1", part.strip()) for part in job.constraint.split(",") if part.strip()]
 
 
-def _service_resources(work: Workload, gpus: int) -> dict[str, Any]:
-    limits: dict[str, Any] = {"pids": 4096}
-    reservations: dict[str, Any] = {}
-    if work.memory.task_bytes:
-        limits["memory"] = reservations["memory"] = str(work.memory.task_bytes)
-    if cpus := work.job.cpus_per_task:
-        limits["cpus"] = reservations["cpus"] = cpus
-    if gpus:
-        reservations["generic_resources"] = [{"discrete_resource_spec": {"kind": GPU, "value": gpus}}]
-    return {"limits": limits, **({"reservations": reservations} if reservations else {})}
-
-
-def _scratch(work: Workload, *, with_gpus: bool) -> list[dict[str, Any]]:
-    """Return the tmpfs mounts of a task; a script's /tmp is a folder of the run instead."""
-    folder = "/var/tmp" if work.payload.script else "/tmp"  # noqa: S108
-    found = [{"type": "tmpfs", "target": folder, "tmpfs": {"size": SCRATCH_BYTES}}]
-    if with_gpus:  # the engine's default of 64 MB is too small for NCCL's buffers
-        found.append({"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": SHM_BYTES}})  # noqa: S108
-    return found
-
-
-class SwarmFaults(ContainerFaults):
+class SwarmFaults(compose_runtime.ContainerFaults):
     """Injects faults into the containers of a stack."""
 
     storm = frozenset({"kill", "pause", "slow", "corrupt"})
-    refusals = MappingProxyType(
-        {
-            "partition": "a service's container cannot be connected again; cut off its host, or use --runtime docker",
-            "lose": "the Swarm would start it again; cut off or drain its host, or use --runtime docker",
-            "oom": "a limit of a service is not changed in place; use a run of --runtime docker",
-        }
-    )
+    refusals: ClassVar = {
+        "partition": "a service's container cannot be connected again; cut off its host, or use --runtime docker",
+        "lose": "the Swarm would start it again; cut off or drain its host, or use --runtime docker",
+        "oom": "a limit of a service is not changed in place; use a run of --runtime docker",
+    }
 
     def _engine(self, task: str) -> tuple[str, ...]:
         service = f"{stack_name(self._run.path)}_{task}"
@@ -239,26 +226,15 @@ class SwarmFaults(ContainerFaults):
         if node.is_manager:
             return ()
         if not node.engine:
-            raise ClusterError(
-                f"{task} is on {node.name}, whose engine is not known; `docker node update --label-add "
-                f"{ENGINE_LABEL}=ssh://{node.name} {node.name}`"
-            )
+            fix = f"`docker node update --label-add {ENGINE_LABEL}=ssh://{node.name} {node.name}`"
+            raise ClusterError(f"{task} is on {node.name}, whose engine is not known; {fix}")
         return ("--host", node.engine)
 
     def _filters(self, task: str) -> list[str]:
         return [f"label=com.docker.swarm.service.name={stack_name(self._run.path)}_{task}"]
 
 
-START_S = 60.0
-"""How long a command waits for the Swarm to place and start every task."""
-UNPLACED_S = 20.0
-"""After this long a task without a host is an error: a Swarm decides within a second, and retries."""
-END_S = 90.0
-"""Timeout for a stack to end, whose tasks get 60 s to save."""
-POLL_S = 0.5
-
-
-class Swarm(ContainerRuntime, ScheduledRuntime):
+class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
     """Services of a Docker Swarm, whose hosts share the folders of runs and data."""
 
     name = "swarm"
@@ -267,6 +243,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
     way_back = "set DOCKER_HOST to a manager's engine"
     job_options = frozenset({"constraint", "cpus_per_task", "gpus_per_task"})
     injector = SwarmFaults
+    describe = staticmethod(render_stack)
 
     def probe(self) -> Availability:
         swarm, text = engine.ask_info("Swarm")
@@ -304,9 +281,6 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
         return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
 
-    def describe(self, work: Workload) -> dict[str, Any]:
-        return render_stack(work)
-
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm checks the free resources
         """Check that any host accepts tasks; only the Swarm knows which hosts have the reserved resources."""
         if all(node.obstacle for node in list_nodes()):
@@ -341,7 +315,7 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
         label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
         create = []
         for variable in work.payload.caller_variables:
-            words = ["docker", "secret", "create", label, secret_name(name, variable), "-"]
+            words = ["docker", "secret", "create", label, f"{name}-{variable}", "-"]
             create.append(f'printf %s "${variable}" | {shlex.join(words)}')
         # Without resolution, every host uses the image of this name, which was copied there or which it pulls.
         options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]
@@ -361,9 +335,8 @@ class Swarm(ContainerRuntime, ScheduledRuntime):
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:  # noqa: ARG002  # the stack says how long
         if not (available := self.probe()).ready:
-            raise PrerequisiteError(
-                f"{run.name}: on a Swarm, where it may continue: {available.detail}; {available.fix}"
-            )
+            why = f"{available.detail}; {available.fix}"
+            raise PrerequisiteError(f"{run.name}: on a Swarm, where it may continue: {why}")
         name = stack_name(run.path)
         if name in self.scheduled():
             sh(shlex.join(["docker", "stack", "rm", "--detach=false", name]))
@@ -380,7 +353,9 @@ def _await_places(name: str, expected: Collection[str]) -> None:
         placed = set()
         for task in stack_tasks(name):
             if task.state == "rejected":
-                raise PrerequisiteError(f"{task.service} cannot start on {task.node}: {task.error}; {_fix(task.error)}")
+                fixes = [fix for part, fix in FIXES.items() if part in task.error]
+                fix = fixes[0] if fixes else "`docker service ps --no-trunc` says more"
+                raise PrerequisiteError(f"{task.service} cannot start on {task.node}: {task.error}; {fix}")
             if task.state == "pending" and task.error and passed_s > UNPLACED_S:
                 raise PrerequisiteError(f"no host takes {task.service}: {task.error}; request less, or add hosts")
             if task.state in ("starting", "running", "complete", "failed"):
@@ -388,11 +363,3 @@ def _await_places(name: str, expected: Collection[str]) -> None:
         if placed >= set(expected):
             return
         time.sleep(POLL_S)
-
-
-def _fix(error: str) -> str:
-    if "No such image" in error:
-        return "bring the image there; docs/guides/swarm.md says how"
-    if "does not exist" in error:
-        return "put RUNS_DIR and DATA_DIR into folders that every host has under the same path"
-    return "`docker service ps --no-trunc` says more"

@@ -29,10 +29,7 @@ def columns(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), wi
     wraps = last not in right and sizes[-1] > room
     lines = []
     for row in cells:
-        padded = [
-            cell.rjust(size) if at in right else cell.ljust(size)
-            for at, (cell, size) in enumerate(zip(row, sizes, strict=True))
-        ]
+        padded = [row[at].rjust(size) if at in right else row[at].ljust(size) for at, size in enumerate(sizes)]
         if not wraps:
             lines.append("  ".join(padded).rstrip())
         elif room < MIN_ROOM:
@@ -99,9 +96,3 @@ def sparkline(values: Iterable[float], width: int = 24) -> str:
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0
     return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in shown)
-
-
-def bar(share: float, width: int) -> str:
-    """Return a progress bar."""
-    full = round(min(1.0, max(0.0, share)) * width)
-    return "█" * full + "░" * (width - full)

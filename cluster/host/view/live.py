@@ -36,9 +36,8 @@ _STYLED = re.compile(r"(\x1b\[[0-9;]*m|\t)")
 class Live:
     """Context manager that shows a run while it trains: a live table in a terminal, otherwise a line for each change.
 
-    With `run` and without a terminal, it also prints the chief's output.
-
-    The table is removed at the end of the `with` block, or by `clear`, so that other lines can follow.
+    With `run` and without a terminal, it also prints the chief's output. The table disappears at the end of the `with`
+    block, or by `clear`, so that other lines can follow.
     """
 
     LINE_EVERY_S = 5.0
@@ -69,12 +68,22 @@ class Live:
             self._print_output(ended=True)
 
     def show(self, value: dict[str, Any]) -> None:
-        if self._console:
+        if console := self._console:
             loss = chief_loss(value)
             if loss is not None and (value["step"], loss) != self._logged:
                 self._logged = (value["step"], loss)
                 self._losses.append(loss)
-            self._draw(self._console, live_lines(value, self._losses, self._console.width))
+            from rich.live import Live as Screen
+            from rich.text import Text
+
+            if self._screen is None:
+                # Without redirection, since subprocesses print directly to the terminal.
+                self._screen = Screen(
+                    console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+                )
+                self._screen.start()
+            lines = live_lines(value, self._losses, console.width)
+            self._screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
             return
         self._print_output(ended=False)
         states = {beat["task"]: beat["state"] for beat in value["tasks"]}
@@ -96,18 +105,6 @@ class Live:
             for line in new_lines(self._output, ended=ended, terminal=True):
                 print(f"chief | {line}")
             sys.stdout.flush()
-
-    def _draw(self, console: Console, lines: list[str]) -> None:
-        from rich.live import Live as Screen
-        from rich.text import Text
-
-        if self._screen is None:
-            # Without redirection, since subprocesses print directly to the terminal.
-            self._screen = Screen(
-                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-            )
-            self._screen.start()
-        self._screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
 
     def clear(self) -> None:
         """Remove the table from the terminal."""

@@ -13,13 +13,18 @@ from cluster.contract.run.heartbeat import HEARTBEAT_S, final_state, read_live_h
 from cluster.contract.run.logs import last_line
 from cluster.contract.run.records import FINAL_STATES, Cause, Heartbeat, Paces, Summary, TaskState, TimeLedger
 from cluster.host.runtime import mirror, registry, tensorboard
-from cluster.host.view.columns import MIN_ROOM, bar, cell, chosen_columns, columns, plain_lines, sparkline
+from cluster.host.view.columns import MIN_ROOM, cell, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.messages import COMMAND, counted, plain, short_path, shortened
 from cluster.system.processes import describe_exit
 from cluster.system.terminal import WIDE, fit, terminal_width
 
 METRIC = re.compile(r"(\w+): (-?\d+(?:\.\d+)?(?:e[+-]\d+)?)(?!\S)")
 """A metric in Keras's progress, such as `val_loss: 0.4321`."""
+_STATE = f"{'STATE':<{max(map(len, TaskState))}}"
+"""The heading, as wide as the longest state, so that columns do not move when a state changes."""
+_NAMES = ("TASK", _STATE, "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT")
+_SPARE = ("AGE", "INPUT", "BUSY", "MS/STEP", "RESTARTS", "EXAMPLES/S")
+SHOWN_CHANGES = 5
 
 
 def read_status(
@@ -42,6 +47,10 @@ def read_status(
     silent = [name for name, beat in beats.items() if time.time() - beat.updated_at > 5 * HEARTBEAT_S]
     late, text = late_tasks.find_late(spec, beats, run.generation, silent)
     reporting = any(beat.state not in (TaskState.LOST, *FINAL_STATES) for beat in beats.values())
+    last_event: dict[str, Any] | None = None
+    if newest := max(run.events(), key=lambda event: event.time, default=None):
+        why = newest.detail.get("cause") or newest.detail.get("kind")
+        last_event = {name: getattr(newest, name) for name in ("time", "task", "event", "step")} | {"cause": why}
     printed: dict[str, Any] = {}
     if script:
         lines = {task.name: last_line(run.log(task.name)) for task in spec.tasks}
@@ -63,7 +72,7 @@ def read_status(
         "pace": stragglers.findings(paces).to_json(),
         "late": text if late else None,
         "left_out": sorted(membership.left_out(run)),
-        "last_event": _last_event(run),
+        "last_event": last_event,
         "queued": "" if summary or reporting else registry.find_runtime(run).scheduler_status(run),
         "tasks": [beats[task.name].to_json() for task in spec.tasks if task.name in beats],
     }
@@ -79,23 +88,14 @@ def chief_loss(value: dict[str, Any]) -> float | None:
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any] | None:
-    read = (
-        records.read_record(run.ledger(number), TimeLedger.from_json, None) for number in range(run.generation, -1, -1)
-    )
+    paths = (run.ledger(number) for number in range(run.generation, -1, -1))
+    read = (records.read_record(path, TimeLedger.from_json, None) for path in paths)
     ledgers = (ledger for ledger in read if ledger)
     for saved in reversed(run.saved_steps):
         with contextlib.suppress(FileNotFoundError):  # just deleted in favour of a newer one
             age_s = time.time() - (run.checkpoints / f"ckpt-{saved}.json").stat().st_mtime
             return {"step": saved, "age_s": round(age_s, 1), "every_s": goodput.checkpoint_every_s(ledgers)}
     return None
-
-
-def _last_event(run: RunFolder) -> dict[str, Any] | None:
-    newest = max(run.events(), key=lambda event: event.time, default=None)
-    if newest is None:
-        return None
-    why = newest.detail.get("cause") or newest.detail.get("kind")
-    return {name: getattr(newest, name) for name in ("time", "task", "event", "step")} | {"cause": why}
 
 
 @plain_lines
@@ -107,7 +107,9 @@ def live_lines(value: dict[str, Any], losses: Sequence[float], width: int) -> li
     lines = [_head(value)]
     if value["steps_total"]:
         share = value["step"] / value["steps_total"]
-        head = f"{bar(share, max(8, min(30, width - len(head) - 9)))} {share:4.0%}  {head}"
+        room = max(8, min(30, width - len(head) - 9))
+        full = round(min(1.0, max(0.0, share)) * room)
+        head = f"{'█' * full}{'░' * (room - full)} {share:4.0%}  {head}"
     lines.append(head)
     if line := sparkline(losses, min(40, width - 16)):
         lines.append(f"loss   {line} {cell(chief_loss(value), '{:,.4f}')}")
@@ -142,12 +144,6 @@ def status_table(value: dict[str, Any]) -> list[str]:
     if value["script"]:
         return _script_table(value)
     return [_head(value), progress(value | {"checkpoint": None}), *_saved(value), *_task_table(value)]
-
-
-_STATE = f"{'STATE':<{max(map(len, TaskState))}}"
-"""The heading, as wide as the longest state, so that columns do not move when a state changes."""
-_NAMES = ("TASK", _STATE, "STEP", "EXAMPLES/S", "LOSS", "RESTARTS", "AGE", "MS/STEP", "BUSY", "INPUT")
-_SPARE = ("AGE", "INPUT", "BUSY", "MS/STEP", "RESTARTS", "EXAMPLES/S")
 
 
 def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
@@ -211,9 +207,6 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-SHOWN_CHANGES = 5
-
-
 @plain_lines
 def ended_lines(run: RunFolder) -> list[str]:
     """Return the final lines about a run with a summary: its result, its folder, and the next commands."""
@@ -227,7 +220,12 @@ def ended_lines(run: RunFolder) -> list[str]:
         score_text = f", {found[0]} {found[1]:.4f} on the test set" if found else ""
         restarts = f", {counted(len(summary.restarts), 'restart')}" if summary.restarts else ""
         start = f" (start {summary.startup_s:.1f} s)" if summary.startup_s else ""
-        work = _script_end(run, summary) if run.script else counted(summary.steps, "step")
+        work = counted(summary.steps, "step")
+        if run.script:
+            cluster = run.load_cluster()
+            serves = any(cluster.serves(task) for task in cluster.tasks)
+            work = "the chief's script ended" if serves and summary.state != "stopped" else "every task's script ended"
+            work += "" if summary.state == "stopped" else " with 0"
         lines += [f"{summary.state}: {work} in {summary.wall_s:.1f} s{start}{score_text}{restarts}"]
     lines += [f"tasks        {change}" for change in summary.membership[-SHOWN_CHANGES:]]
     if summary.goodput_split:
@@ -262,16 +260,7 @@ def _next_commands(run: RunFolder, state: str) -> list[str]:
     return [f"{COMMAND} down (ends TensorBoard), or train on:", f"{resume} -- {longer}"]
 
 
-def _script_end(run: RunFolder, summary: Summary) -> str:
-    if summary.state == "stopped":
-        return "every task's script ended"
-    spec = run.load_cluster()
-    serves = any(spec.serves(task) for task in spec.tasks)
-    return "the chief's script ended with 0" if serves else "every task's script ended with 0"
-
-
 def _failure(run: RunFolder, summary: Summary) -> list[str]:
-    """Return the failures in a box, the root cause last."""
     cause = summary.failure or Cause()
     after = f"{summary.wall_s:.1f} s" if run.script else counted(summary.steps, "step")
     inside = [f"run {run.name} failed after {after}"]

@@ -119,7 +119,7 @@ def test_a_runtime_from_outside_is_planned_and_runs_a_cluster(toy, script):
         assert "toy" == run.load_started().runtime
         fault = chaos.Fault("nudge", "worker-0")  # what is new, and what the runtime cannot do
         chaos.check_fault(run, fault)
-        registry.find_runtime(run).faults(run).inject(fault.kind, fault.task)
+        registry.find_runtime(run).injector(run).inject(fault.kind, fault.task)
         for kind in ("partition", "nothing"):
             with pytest.raises(UsageError):
                 chaos.check_fault(run, chaos.Fault(kind, "worker-0"))

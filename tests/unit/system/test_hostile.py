@@ -20,14 +20,14 @@ from invoke import Context, Exit
 
 from cluster.contract import spec, tf_config, user_code
 from cluster.contract.run.folder import RunFolder
+from cluster.host import nvidia
 from cluster.host.cli.command_line import report_errors
-from cluster.host.gpu import placement
-from cluster.host.gpu.placement import Placement
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration, folders, planning, startup
 from cluster.host.launch.user_files import check_script
+from cluster.host.nvidia import Placement
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, registry, supervisor
+from cluster.host.runtime import compose_runtime, registry, supervisor
 from cluster.host.runtime.compose_runtime import ContainerFaults
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
@@ -85,7 +85,7 @@ def test_words_are_what_they_are_meant_to_be_or_refused(word):
     if taken == word:
         run = RunFolder(folders.runs_dir() / word)
         assert folders.runs_dir() == Path(os.path.normpath(run.path)).parent
-        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose_services.project(run.path))
+        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", compose_runtime.project(run.path))
     else:
         assert isinstance(taken, UsageError)
     number = outcome(lambda text: spec.parse_count("workers", text, 0, 512), word)
@@ -103,7 +103,7 @@ def test_words_are_what_they_are_meant_to_be_or_refused(word):
 @example("all\n")
 @example("0,1\n")
 def test_gpus_are_ids_or_refused(word):
-    expected = outcome(placement.parse_gpus, word)
+    expected = outcome(nvidia.parse_gpus, word)
     if not isinstance(expected, UsageError):
         assert all(re.fullmatch(r"[0-9]+|MIG-[0-9A-Za-z/-]+", name) for name in (expected.ids if expected else ()))
 
@@ -163,10 +163,10 @@ def test_a_shell_reads_them_so(tmp_path):
 @given(folder=FILE, name=TEXT, path=st.lists(FILE, max_size=2))
 def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(folder, name, path):
     overlay = Path("/runs") / folder / "compose.json"
-    words = words_of(compose_services.overlay_command(overlay, "up", "chief", "worker-0"))[1]
+    words = words_of(compose_runtime.overlay_command(overlay, "up", "chief", "worker-0"))[1]
     assert str(overlay) in words
     assert ["chief", "worker-0"] == words[-2:]
-    variables, words = words_of(compose_services.tensorboard_command(Path("/") / folder, 6006, "up"))
+    variables, words = words_of(compose_runtime.tensorboard_command(Path("/") / folder, 6006, "up"))
     assert (f"/{folder}", ["docker", "compose"]) == (variables["RUNS_DIR"], words[:2])
     variables, words = words_of(startup.data_command("prepare", name, variables=startup.user_variables(path)))
     assert ["--name", name] == words[4:6]
@@ -248,7 +248,7 @@ def test_an_overlay_holds_what_was_meant_and_no_variable(folder, data, value, ar
         payload=payload,
         gpus=Placement({"chief": (gpu,)}),
     )
-    read = json.loads(json.dumps(compose_services.render_overlay(work)))
+    read = json.loads(json.dumps(compose_runtime.render_overlay(work)))
     assert all("$" not in text.replace("$$", "") for text in strings(read))
     chief = read["services"]["chief"]
     meant = {key: [text.replace("$$", "$") for text in strings(chief.get(key, []))] for key in ("command", "volumes")}

@@ -14,7 +14,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.host.launch import planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services
+from cluster.host.runtime import compose_runtime
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.host.runtime.payload import Payload
 from cluster.host.view.live import print_logs
@@ -213,7 +213,7 @@ def test_handing_over_a_folder_hands_over_no_more(make_run, outside, monkeypatch
         handed.append(Path(f"/proc/self/fd/{dir_fd}").readlink() / name)
 
     monkeypatch.setattr(os, "chown", chown)
-    compose_services.give_to_tasks(run.path)
+    compose_runtime.give_to_tasks(run.path)
     assert {run.path, *run.path.rglob("*")} <= {*handed}
     assert all(path.is_relative_to(run.path) for path in handed)
 
@@ -222,7 +222,7 @@ def test_a_script_s_tmp_is_mounted_from_where_no_task_can_put_a_link():
     work = workload(RunFolder(Path("/runs/one")), payload=Payload(Path("/theirs/train.py")))
     writable = {
         volume["source"]
-        for task in compose_services.render_overlay(work)["services"].values()
+        for task in compose_runtime.render_overlay(work)["services"].values()
         for volume in task["volumes"]
         if not volume.get("read_only")
     }

@@ -7,7 +7,6 @@ import sys
 from cluster.contract import spec
 from cluster.host.checks import doctor as machine
 from cluster.host.checks import explain as explaining
-from cluster.host.checks import rerun as repetition
 from cluster.host.checks import verify as verification
 from cluster.host.cli.command_line import parse_options, shell, show, task
 from cluster.host.control import chaos as injection
@@ -43,9 +42,9 @@ def verify(c, json=False):
 def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
-    again, compared = repetition.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
+    again, compared = verification.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
     value = {"run": again.name, **(dataclasses.asdict(compared) if compared else {"verdict": "failed"})}
-    show(value, lambda _: repetition.rerun_lines(again, compared), as_json=json)
+    show(value, lambda _: verification.rerun_lines(again, compared), as_json=json)
     return EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED
 
 
@@ -93,10 +92,8 @@ def explain(
         explained = explaining.explain_cluster(cluster, "the cluster of these options", task)
     else:
         if not run and not any(folders.runs_dir().glob("*/cluster.json")):
-            raise UsageError(
-                "TF_CONFIG is not set, and there is no run; set it, name its --file, or give options of up: "
-                f"{COMMAND} explain --workers 2"
-            )
+            advice = f"set it, name its --file, or give options of up: {COMMAND} explain --workers 2"
+            raise UsageError(f"TF_CONFIG is not set, and there is no run; {advice}")
         folder = folders.find_run(run or "")
         explained = explaining.explain_cluster(folder.load_cluster(), f"run {folder.name}", task)
     show(explained.to_json(), lambda _: explained.lines(lint=lint), as_json=json)

@@ -4,7 +4,7 @@ import sys
 
 from cluster.host import kubernetes
 from cluster.host.cli.command_line import shell, show, takes_request, task
-from cluster.host.image import images, reproduction
+from cluster.host.image import images
 from cluster.host.launch import startup
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED
 from cluster.system.terminal import error_text
@@ -29,10 +29,8 @@ def base(c):
 def reproduce(c, accelerator="cpu", image="train", against="", json=False):
     """Build an image from nothing, twice, and compare every layer; exit code 0 where they are identical."""
     sh = shell(c, aside=json)
-    verdicts = [
-        reproduction.reproduce_image(each, accelerator, against, sh)
-        for each in reproduction.choose_images(image, against)
-    ]
+    chosen = images.choose_images(image, against)
+    verdicts = [images.reproduce_image(each, accelerator, against, sh) for each in chosen]
     value = [verdict.to_json() for verdict in verdicts]
     show(value, lambda _: [line for verdict in verdicts for line in verdict.lines()], as_json=json)
     return EXIT_DONE if all(verdict.identical for verdict in verdicts) else EXIT_FAILED

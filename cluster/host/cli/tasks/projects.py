@@ -35,25 +35,20 @@ def new(c, folder=None, kind="", script=""):
         raise UsageError(f"{folder!r} exists and is not an empty folder; choose another name")
     if script and not source.is_file():
         raise UsageError(f"--script {script!r}: no such file")
-    files = script_project(target.resolve().name, source) if script else example_project(target, kind or KINDS[0])
+    if script:
+        values = {"name": target.resolve().name, "script": source.name, "command": COMMAND}
+        files = {source.name: source.read_bytes()}
+        files |= {name: text.format(**values).encode() for name, text in _FILES.items()}
+    else:
+        kind = kind or KINDS[0]
+        files = {path.name: path.read_bytes() for path in sorted((EXAMPLES / kind).iterdir()) if path.is_file()}
+        readme = files["README.md"].decode().replace(f"cd examples/{kind}", f"cd {target.name}")
+        files["README.md"] = readme.replace("tf-cluster", COMMAND).encode()
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (target / name).write_bytes(content)
     print(f"wrote {', '.join(files)} to {short_path(target)}")
     print(f"next: cd {short_path(target)} && {COMMAND} up --file run.toml")
-
-
-def example_project(target: Path, kind: str) -> dict[str, bytes]:
-    """Return the contents of the files of an example, by name."""
-    files = {path.name: path.read_bytes() for path in sorted((EXAMPLES / kind).iterdir()) if path.is_file()}
-    readme = files["README.md"].decode().replace(f"cd examples/{kind}", f"cd {target.name}")
-    return files | {"README.md": readme.replace("tf-cluster", COMMAND).encode()}
-
-
-def script_project(name: str, source: Path) -> dict[str, bytes]:
-    """Return the contents of the files of a project that runs a script, by name."""
-    values = {"name": name, "script": source.name, "command": COMMAND}
-    return {source.name: source.read_bytes()} | {file: text.format(**values).encode() for file, text in _FILES.items()}
 
 
 def test(select: str = "") -> NoReturn:

@@ -1,21 +1,31 @@
-"""The tasks that start, show and end runs, one at a time or in a sweep."""
+"""The tasks about runs: to show, end, compare and delete them, to use what they have saved, and sweeps."""
 
+import os
+import shlex
+import sys
 import time
+from pathlib import Path
 
-from cluster.contract import spec
+from cluster.contract import settings, spec
+from cluster.contract.run import provenance
 from cluster.host import sweep as sweeping
-from cluster.host.cli.command_line import parse_options, shell, show, takes_request, task
+from cluster.host.cli.command_line import ask_user, parse_options, shell, show, takes_request, task
 from cluster.host.control import ending, scaling
 from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
-from cluster.host.launch import folders, startup, teardown
+from cluster.host.launch import folders, startup, user_files
 from cluster.host.options.request import OPTIONS
+from cluster.host.reports import listing, page
+from cluster.host.runtime import registry
 from cluster.host.runtime import tensorboard as board
+from cluster.host.runtime.payload import python_path, recorded_variables, with_variables
+from cluster.host.view.columns import columns
 from cluster.host.view.live import print_logs
 from cluster.host.view.status import read_status, status_table
+from cluster.system import files
 from cluster.system.errors import RunFailed, UsageError
-from cluster.system.messages import COMMAND
-from cluster.system.terminal import print_lines
+from cluster.system.messages import COMMAND, counted, either, short_path, size
+from cluster.system.terminal import print_lines, print_wait
 
 
 @task()
@@ -77,7 +87,7 @@ def stop(c, run=None):
     if not folder.load_summary():
         print_lines(f"stopping {folder.name}")
     watching.stop(folder, f"{COMMAND} stop")
-    left = teardown.remove_ended(folder, shell(c))
+    left = folders.remove_ended(folder, shell(c))
     watching.print_end(folder)
     if left:
         raise RunFailed(left)
@@ -104,3 +114,105 @@ def sweep(c, request, over=None, parallel="1", halving="0"):
     else:
         planned = sweeping.plan_sweep(request, over or (), first_rung)
     return sweeping.run_sweep(planned, at_a_time)
+
+
+@task(keys=either(listing.KEYS))
+def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
+    """List all runs: result, duration, score, strategy, tasks, commit, restarts, disk use."""
+    most = spec.parse_count("limit", limit, 1, 10**9) if limit else 0
+    filters = [part for part in filter.split(",") if part]
+    rows = sweeping.best_first(sweep) if sweep else listing.list_runs(folders.runs_dir())
+    found = listing.choose_runs(rows, sort, reverse, filters, most)
+    show({"runs": found}, lambda _: listing.table_lines(found), as_json=json)
+
+
+@task()
+def compare(c, run=None, other=None, third=None, fourth=None, json=False):
+    """Show what differs between runs, their results, and whether their final weights are the same."""
+    words = [run, other, third, fourth]
+    names = [name for word in words for name in (word or "").split(",") if name]
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise UsageError(f"compare {' '.join(names)}: name two runs or more: {COMMAND} compare first second third")
+    if len(names) > listing.MAX_RUNS:
+        raise UsageError(f"compare: {len(names)} runs, expected at most {listing.MAX_RUNS}")
+    found = [folders.find_run(name) for name in names]
+    show(listing.compare_runs(found), lambda value: listing.comparison_lines(value, found), as_json=json)
+
+
+@task()
+def report(c, run=None, output=""):
+    """Write one HTML page about a run, which needs no network: curves, cluster, restarts, time, configuration."""
+    folder = folders.find_run(run or "")
+    path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {str(path)!r}: the folder {path.parent} does not exist; create it")
+    files.write_text(path, page.render_page(folder))
+    print(short_path(path))
+
+
+@task()
+def clean(c, run=None, older="", yes=False):
+    """Delete a run, or all old runs: prints which and how large they are, asks, and never touches a run in progress."""
+    if bool(run) == bool(older):
+        raise UsageError(f"name a run, or say how old: {COMMAND} clean RUN, or {COMMAND} clean --older 7d")
+    runs_dir = folders.runs_dir()
+    found = [ending.find_ended_run(runs_dir, run)] if run else ending.find_old_runs(runs_dir, spec.parse_age(older))
+    if not found:
+        print(f"no run has ended longer ago than {older}")
+        return
+    sizes = [listing.disk_bytes(old.path) for old in found]
+    ages = [f"{listing.duration(time.time() - ending.end_time(old))} ago" for old in found]
+    names = [old.name for old in found]
+    print("\n".join(columns(zip(names, ages, map(size, sizes), strict=True), right=(1, 2))))
+    question = f"delete {counted(len(found), 'run')} with checkpoints and logs, {size(sum(sizes))}? [y/N] "
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("clean asks before it deletes, and there is no terminal to ask on; add --yes")
+    if not yes and ask_user(question) not in ("y", "yes"):
+        print("nothing was deleted")
+        return
+    if left := ending.delete_runs(found):
+        raise RunFailed(f"{counted(len(left), 'run')} could not be deleted: {'; '.join(left)}")
+    print(f"deleted {counted(len(found), 'run')}")
+
+
+@task(has_dry_run=True)
+def evaluate(c, run=None, trust=False, json=False):
+    """Evaluate a run's newest checkpoint on the whole test split, in one process without a strategy."""
+    _run(c, run, "evaluate", *(["--json"] if json else []), trust=trust)
+
+
+@task(has_dry_run=True)
+def export(c, run=None, serving="", trust=False):
+    """Write a run's newest checkpoint as a SavedModel to its folder export/."""
+    _run(c, run, "export", *(["--serving", str(Path(serving).absolute())] if serving else []), trust=trust)
+
+
+@task(has_dry_run=True)
+def predict(c, run=None, image="", features="", trust=False):
+    """Print what a run's exported model predicts for an image, or for an example of any features."""
+    if bool(image) == bool(features):
+        raise UsageError("expected --image or --features: an image file such as boot.png, or a JSON file of an example")
+    option, path = ("--image", image) if image else ("--features", features)
+    _run(c, run, "predict", option, str(Path(path).absolute()), trust=trust)
+
+
+def _run(c, run, verb, *words, trust):
+    """Run `python -m train.saved_model` on a run, with `trust` even somebody else's, after installing its packages."""
+    folder = folders.find_run(run)
+    if not trust:
+        provenance.check_trusted(folder)
+    for part in (folder.checkpoints, folder.export, folder.path / "metrics"):
+        files.refuse_links(part)  # TensorFlow would follow them
+    if folder.script:
+        why = "it is the run of a script, and only the script knows its model and data"
+        raise UsageError(f"{verb} {folder.name}: {why}; do it there, or name a run of the built-in trainer")
+    path = [*folder.started.code_dirs]
+    if named := folder.started.requirements:
+        path.append(str(user_files.install_packages(Path(named), registry.LOCAL.python)))
+    path += python_path()
+    where = ["--run-dir", str(folder.path), "--data-dir", str(folders.data_dir())]
+    command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
+    variables = recorded_variables(folder.started.env) | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
+    if not c.config.run.dry:
+        print_wait(f"{verb} {folder.name}: importing TensorFlow first")
+    shell(c, quiet=True)(with_variables(variables, command))

@@ -75,13 +75,9 @@ def run_command(command: str) -> int:
 
 
 def _print_command(command: str) -> None:
-    lines = textwrap.wrap(
-        f"$ {command}",
-        terminal_width() - 2,
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(terminal_width() - 2, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = "    "
+    lines = wrapper.wrap(f"$ {command}")
     print("\n" + " \\\n".join(lines), flush=True)
 
 

@@ -14,9 +14,9 @@ import pytest
 import tasks
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import planning, startup, teardown
+from cluster.host.launch import folders, planning, startup
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services
+from cluster.host.runtime import compose_runtime
 from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json, write_json
 from tests.support import command_line
@@ -160,9 +160,9 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run):
     hook = {"command": ["id"], "user": "root", "privileged": True}  # which Compose obeys before it stops a container
     theirs = {"name": "another", "include": ["/etc/passwd"], "services": {"chief": {"pre_stop": [hook]}}}
     write_json(run.compose, {"x-runtime": "docker"} | theirs)
-    teardown.remove_run(run, commands)
+    folders.remove_run(run, commands)
     (words,) = [shlex.split(command) for command in commands]
-    assert ["docker", "compose", "--progress=quiet", "--project-name", compose_services.project(run.path)] == words[:5]
+    assert ["docker", "compose", "--progress=quiet", "--project-name", compose_runtime.project(run.path)] == words[:5]
     assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
 
 

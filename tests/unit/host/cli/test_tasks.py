@@ -17,7 +17,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import Runner, report_errors
 from cluster.host.control import foreground
 from cluster.host.image import engine
-from cluster.host.launch import folders, packages, planning, startup, teardown
+from cluster.host.launch import folders, planning, startup, user_files
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
@@ -72,7 +72,7 @@ def test_what_only_the_trainer_saves_is_not_sought_in_a_script_s_run(make_run, t
 def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(make_run, tmp_path, monkeypatch):
     run, c = make_run(workers=0), context()
     wanted = tmp_path / "mine.txt"
-    monkeypatch.setattr(packages, "install_packages", lambda file, python: "/installed" if file == wanted else None)
+    monkeypatch.setattr(user_files, "install_packages", lambda file, python: "/installed" if file == wanted else None)
     started = {"code_dirs": ["/my code"], "requirements": str(wanted), "env": ["WIDTH=9", "DEPTH"]}
     write_json(run.control / "started.json", run.load_started().to_json() | started)
     monkeypatch.setenv("PYTHONPATH", "/theirs")
@@ -89,7 +89,7 @@ def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys)
         assert (run, "invoke down", 15) == (folder, by, timeout_s)
         raise TimedOut("it hangs")
 
-    monkeypatch.setattr(teardown, "in_progress", lambda folder: True)
+    monkeypatch.setattr(folders, "in_progress", lambda folder: True)
     monkeypatch.setattr(foreground, "stop", stop)
     monkeypatch.setattr(supervisor, "kill_run", killed.append)
     assert (0, "") == refusal("down", run="run")

@@ -248,4 +248,4 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch
 def test_no_bit_of_a_lone_task_is_flipped(make_run):
     alone = make_run("alone", workers=0)
     with pytest.raises(UsageError):
-        registry.find_runtime(alone).faults(alone).check("flip", "chief")
+        registry.find_runtime(alone).injector(alone).check("flip", "chief")

@@ -16,7 +16,7 @@ from cluster.host.cli import command_line
 from cluster.host.control import foreground
 from cluster.host.image import engine, images
 from cluster.host.launch import configuration
-from cluster.host.runtime import compose_services, supervisor, tensorboard
+from cluster.host.runtime import compose_runtime, supervisor, tensorboard
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREREQUISITE, RunFailed, TimedOut
 from cluster.system.json_files import read_json
@@ -101,7 +101,7 @@ def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(client, 
 def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_gang, make_run, capsys):
     first = make_run("a-first")
     owner.create_owner(first, "docker")
-    project = compose_services.project(first.path)
+    project = compose_runtime.project(first.path)
     fails = "*' down '*) echo broken >&2; exit 9;;"
     client(f"{ANSWERS}\ncase \"$*\" in 'network ls'*) printf '{project}\\t\\n';; {fails} esac")
     gang = start_gang("train(2), work()", workers=0, name="later")
@@ -114,7 +114,7 @@ def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_g
 
 def test_down_ends_what_a_removed_folder_left(client, context, tmp_path, capsys):
     runs = tmp_path / "runs"
-    ours, others = compose_services.project(runs / "gone"), compose_services.project(tmp_path / "elsewhere" / "gone")
+    ours, others = compose_runtime.project(runs / "gone"), compose_runtime.project(tmp_path / "elsewhere" / "gone")
     calls = client(f"{ANSWERS}\ncase \"$*\" in 'ps --all'*) printf '{ours}\\tgone\\n{others}\\tgone\\n';; esac")
     assert EXIT_DONE == code_of("down", context, timeout="0")
     (down,) = (line for line in calls.read_text().splitlines() if " down " in line)
@@ -168,7 +168,7 @@ def test_an_engine_that_stops_leaves_nothing_behind(client, planned, context, tm
         assert " up " not in calls.read_text()
         return
     assert str(run_dir / "compose.json") in up
-    assert f" --project-name {compose_services.project(run_dir)} " in down
+    assert f" --project-name {compose_runtime.project(run_dir)} " in down
     assert down.endswith(" down --timeout 10 --volumes --remove-orphans")
 
 
@@ -195,24 +195,24 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(
     sender.join()
     run = RunFolder(tmp_path / "runs" / "one")
     _, down = (line for line in calls.read_text().splitlines() if " up " in line or " down " in line)
-    assert f"--project-name {compose_services.project(run.path)} " in down
+    assert f"--project-name {compose_runtime.project(run.path)} " in down
     assert "stopped" == read_json(run.summary)["state"]
     assert owner.read_owner(run) is None
 
 
 @pytest.mark.docker
 def test_an_engine_is_asked_for_what_a_removed_folder_left(context, tmp_path):
-    project = compose_services.project(tmp_path / "runs" / "gone")
+    project = compose_runtime.project(tmp_path / "runs" / "gone")
     labels = {
         "com.docker.compose.project": project,
         "com.docker.compose.network": "cluster",
-        compose_services.RUN_LABEL: "gone",
+        compose_runtime.RUN_LABEL: "gone",
     }
     words = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
     code, text = engine.ask("network", "create", *words, f"{project}_cluster")
     assert 0 == code, text
     try:
         assert EXIT_DONE == code_of("down", context, timeout="0")
-        assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={compose_services.RUN_LABEL}=gone")[1]
+        assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={compose_runtime.RUN_LABEL}=gone")[1]
     finally:
         engine.ask("network", "rm", f"{project}_cluster")

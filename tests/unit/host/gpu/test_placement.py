@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.contract import spec
-from cluster.host.gpu import devices, placement
-from cluster.host.gpu.devices import Gpu, Machine
-from cluster.host.gpu.placement import GpuRequest, Placement
+from cluster.host import nvidia
+from cluster.host.nvidia import Gpu, GpuRequest, Machine, Placement
 from cluster.system.errors import EXIT_FAILED, EXIT_PREREQUISITE, ClusterError, UsageError
 
 MIG = "MIG-a8948c89-3b61-8676-26bb-7dbd2d1c9af0"
@@ -23,10 +22,10 @@ def machine_of(ids: str, *nvlinks: tuple[str, str]) -> Machine:
 
 
 def placed(words: str, **topology: object) -> Placement:
-    requested = placement.parse_gpus(words)
+    requested = nvidia.parse_gpus(words)
     assert requested
-    return placement.place_gpus(
-        requested, devices.read_machine(requested.text, with_instances=True), spec.build(**topology)
+    return nvidia.place_gpus(
+        requested, nvidia.read_machine(requested.text, with_instances=True), spec.build(**topology)
     )
 
 
@@ -59,7 +58,7 @@ def test_tasks_get_equally_many(nvidia_smi, host, words, workers, expected):
 
 def test_a_pair_that_nvlink_connects_stays_together():
     machine = machine_of("0123", ("0", "2"))
-    found = placement.place_gpus(GpuRequest("--gpus", per_task=2), machine, spec.build(1))
+    found = nvidia.place_gpus(GpuRequest("--gpus", per_task=2), machine, spec.build(1))
     assert ["0,2", "1,3"] == groups(found)
 
 
@@ -81,23 +80,23 @@ def test_gpus_are_shared_out_evenly_and_none_twice(machine, workers, per_task):
     count, there = (1 + workers) * per_task, len(machine.gpus)
     if count > there:
         with pytest.raises(UsageError, match=f"and there are {there} to choose from; request fewer"):
-            placement.place_gpus(requested, machine, cluster)
+            nvidia.place_gpus(requested, machine, cluster)
         return
-    given = placement.place_gpus(requested, machine, cluster)
+    given = nvidia.place_gpus(requested, machine, cluster)
     assert [task.name for task in cluster.tasks] == list(given.ids)
     assert {per_task} == {len(ids) for ids in given.ids.values()}
     used = [gpu for ids in given.ids.values() for gpu in ids]
     assert count == len(set(used)) == len(used)
     assert set(used) <= {gpu.id for gpu in machine.gpus}
     assert all(list(ids) == sorted(ids, key=int) for ids in given.ids.values())
-    assert given == placement.place_gpus(requested, machine, cluster)
+    assert given == nvidia.place_gpus(requested, machine, cluster)
 
 
 @pytest.mark.parametrize("words", [*NONSENSE, "0,1\n", "0, 1"])
 def test_words_that_make_no_sense_are_refused(words):
     with pytest.raises(UsageError, match="--gpus"):
-        placement.parse_gpus(words)
-    assert placement.parse_gpus("none") is placement.parse_gpus("") is None
+        nvidia.parse_gpus(words)
+    assert nvidia.parse_gpus("none") is nvidia.parse_gpus("") is None
 
 
 @pytest.mark.parametrize(
@@ -125,13 +124,13 @@ def test_what_a_machine_cannot_give_is_refused(nvidia_smi, host, words, workers,
 @pytest.mark.parametrize(("words", "workers"), [("0,1", 1), ("3", 2)])
 def test_gpus_of_another_run_are_left_alone(words, workers):
     busy = {"1": "theirs", "3": "theirs"}
-    requested, machine = placement.parse_gpus(words), machine_of("0123")
+    requested, machine = nvidia.parse_gpus(words), machine_of("0123")
     assert requested
     with pytest.raises(UsageError, match="other runs|'theirs'"):
-        placement.place_gpus(requested, machine, spec.build(workers), busy)
-    assert ["0", "2"] == groups(placement.place_gpus(GpuRequest("--gpus 2", count=2), machine, spec.build(1), busy))
+        nvidia.place_gpus(requested, machine, spec.build(workers), busy)
+    assert ["0", "2"] == groups(nvidia.place_gpus(GpuRequest("--gpus 2", count=2), machine, spec.build(1), busy))
     with pytest.raises(UsageError, match="other runs"):
-        placement.place_gpus(GpuRequest("--gpus all"), machine, spec.build(1), dict.fromkeys("0123", "theirs"))
+        nvidia.place_gpus(GpuRequest("--gpus all"), machine, spec.build(1), dict.fromkeys("0123", "theirs"))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +143,9 @@ def test_gpus_of_another_run_are_left_alone(words, workers):
 )
 def test_a_resumed_run_keeps_its_gpus_for_each_task(nvidia_smi, recorded, workers, expected):
     nvidia_smi("8-h100-nvswitch")
-    requested = placement.choose_request("", {"gpus": recorded}, 1)
+    requested = nvidia.choose_request("", {"gpus": recorded}, 1)
     assert requested
-    assert expected == groups(placement.place_gpus(requested, devices.read_machine("-"), spec.build(workers)))
+    assert expected == groups(nvidia.place_gpus(requested, nvidia.read_machine("-"), spec.build(workers)))
 
 
 NVLINKS = {"2-a100-mig": 1, "2-h100-nvl": 1, "3-mixed": 1, "8-a100-pcie-bridges": 4, "8-h100-nvswitch": 28}
@@ -156,7 +155,7 @@ NVLINKS = {"2-a100-mig": 1, "2-h100-nvl": 1, "3-mixed": 1, "8-a100-pcie-bridges"
 @pytest.mark.parametrize("host", [*NVLINKS, "1-h100", "2-l4-no-topology"])
 def test_every_gpu_of_a_host_is_found_and_every_pair_that_nvlink_connects(nvidia_smi, host):
     nvidia_smi(host)
-    machine = devices.read_machine("--gpus all")
+    machine = nvidia.read_machine("--gpus all")
     ids = [str(index) for index in range(int(host.partition("-")[0]))]
     assert ids == [gpu.id for gpu in machine.gpus]
     assert all(gpu.memory_mib > 15000 for gpu in machine.gpus)
@@ -166,22 +165,22 @@ def test_every_gpu_of_a_host_is_found_and_every_pair_that_nvlink_connects(nvidia
 
 def test_incomplete_tables_are_read_as_far_as_possible():
     text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\tN/A\tN/A\nGPU1\tNV4\t X \n"
-    assert {("0", "1"), ("1", "0")} == devices.parse_nvlinks(text)
-    assert set() == devices.parse_nvlinks("Not supported\n")
+    assert {("0", "1"), ("1", "0")} == nvidia.parse_nvlinks(text)
+    assert set() == nvidia.parse_nvlinks("Not supported\n")
 
 
 def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi):
     nvidia_smi("2-a100-mig")
-    assert [True, False] == [gpu.mig for gpu in devices.read_machine("--gpus all").gpus]
-    assert () == devices.read_machine("--gpus all").instances
-    found = devices.read_machine("--gpus MIG-1,", with_instances=True).instances
+    assert [True, False] == [gpu.mig for gpu in nvidia.read_machine("--gpus all").gpus]
+    assert () == nvidia.read_machine("--gpus all").instances
+    found = nvidia.read_machine("--gpus MIG-1,", with_instances=True).instances
     assert ["MIG 3g.20gb"] * 2 == [one.model for one in found]
     assert ["MIG-a8948c89", "MIG-d4c28c2e"] == [one.id[:12] for one in found]
 
 
 def test_indices_are_numbers():
     text = "".join(f"{index}, NVIDIA L4, 23034, Disabled\n" for index in (10, 9, 0))
-    assert ["0", "9", "10"] == [gpu.id for gpu in devices.parse_inventory(text)]
+    assert ["0", "9", "10"] == [gpu.id for gpu in nvidia.parse_inventory(text)]
 
 
 @pytest.mark.parametrize(
@@ -201,9 +200,9 @@ def test_a_machine_without_gpus_is_reported(tmp_path, monkeypatch, script, exit_
     if script is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        monkeypatch.setattr(devices, "ANSWER_TIMEOUT_S", 0.2 if "sleep" in script else 30)
+        monkeypatch.setattr(nvidia, "ANSWER_TIMEOUT_S", 0.2 if "sleep" in script else 30)
     with pytest.raises(ClusterError) as refused:
-        devices.read_machine("--gpus 4")
+        nvidia.read_machine("--gpus 4")
     assert exit_code == refused.value.exit_code
     assert why in str(refused.value)
     assert 1 == len(str(refused.value).splitlines())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.host.cli.tasks import preparing
-from cluster.host.image import checkout, engine, images, reproduction
+from cluster.host.image import checkout, engine, images
 from cluster.host.image.engine import Availability
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
 from cluster.system.paths import ROOT
@@ -255,7 +255,7 @@ def built(monkeypatch) -> list[Any]:
 def test_two_builds_must_be_from_nothing_and_leave_nothing(built):
     built += [FIRST, FIRST]
     commands: list[str] = []
-    assert reproduction.reproduce_image("train", "cpu", "", commands.append).lines()[0].startswith("identical: ")
+    assert images.reproduce_image("train", "cpu", "", commands.append).lines()[0].startswith("identical: ")
     builds, removals = (
         [each for each in commands if each.startswith(f"docker {verb} ")] for verb in ("build", "image rm")
     )
@@ -286,13 +286,13 @@ def test_a_difference_must_be_named_and_end_with_1(built, monkeypatch, capsys, o
 
 def test_nothing_must_be_built_where_there_is_nothing_to_compare_with(built):
     with pytest.raises(UsageError, match="--against 'nothing:1' is not an image on this engine"):
-        reproduction.reproduce_image("train", "cpu", "nothing:1", pytest.fail)
+        images.reproduce_image("train", "cpu", "nothing:1", pytest.fail)
 
 
 def test_a_build_that_cannot_be_examined_must_leave_no_tag(built):
     commands: list[str] = []
     with pytest.raises(UsageError):
-        reproduction.reproduce_image("tensorboard", "cpu", "", commands.append)
+        images.reproduce_image("tensorboard", "cpu", "", commands.append)
     assert commands[-1].startswith("docker image rm tf-cluster/reproduction:")
 
 

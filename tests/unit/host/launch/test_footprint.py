@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.contract import spec, user_code
-from cluster.host.gpu.placement import Placement
 from cluster.host.launch import plan as plans
+from cluster.host.nvidia import Placement
 from cluster.host.runtime.resources import TASK_MEMORY_BYTES, Memory
 from cluster.system.errors import UsageError
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from cluster.host.image import checkout
-from cluster.host.launch import manifest
+from cluster.host.launch import startup
 from cluster.host.runtime.payload import Payload
 from cluster.system.json_files import read_json
 from cluster.system.paths import ROOT
@@ -38,15 +38,15 @@ def test_a_manifest_holds_no_path_of_this_machine(stopped_run, tmp_path):
 
 
 def test_outside_of_a_git_checkout_the_files_themselves_are_reported(tmp_path, monkeypatch):
-    for module in (checkout, manifest):
+    for module in (checkout, startup):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     for part in ("train", "cluster"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "code.py").write_text("1")
-    before = manifest._code()
+    before = startup._code()
     assert before["commit"] is None
     (tmp_path / "train" / "code.py").write_text("2")
-    after = manifest._code()
+    after = startup._code()
     assert before["train_sha256"] != after["train_sha256"]
     assert before["cluster_sha256"] == after["cluster_sha256"]
 
@@ -57,7 +57,7 @@ def test_a_folder_of_the_user_s_is_identified_by_its_own_modules_alone(tmp_path)
         path.parent.mkdir(parents=True)
         path.write_text("1")
     dirs = Payload(code_dirs=(first, second))
-    before = manifest._own_code(dirs)
+    before = startup._own_code(dirs)
     assert ["0/code", "1/code"] == list(before)
     for name in (".hidden", "environment/lib"):
         (first / name).mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_a_folder_of_the_user_s_is_identified_by_its_own_modules_alone(tmp_path)
     (first / "environment" / "pyvenv.cfg").touch()
     (first / "package" / ".#model.py").symlink_to("user@host.1:2")  # an editor's lock
     (first / "package" / "notes.txt").write_text("2")
-    assert before == manifest._own_code(dirs)
+    assert before == startup._own_code(dirs)
     (first / "package" / "model.py").write_text("2")
-    after = manifest._own_code(dirs)
+    after = startup._own_code(dirs)
     assert (before["0/code"] != after["0/code"], before["1/code"]) == (True, after["1/code"])

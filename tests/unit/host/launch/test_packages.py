@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.host.launch import packages
+from cluster.host.launch import user_files
 from cluster.host.runtime import registry
 from cluster.system.errors import PrerequisiteError, UsageError
 
@@ -21,7 +21,7 @@ PYTHON = registry.LOCAL.python
 @pytest.fixture(autouse=True)
 def offline(tmp_path, monkeypatch):
     """Packages come from the files that tests make, and are kept in the test's own folder."""
-    monkeypatch.setattr(packages, "FOLDER", tmp_path / "kept")
+    monkeypatch.setattr(user_files, "PACKAGES", tmp_path / "kept")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -52,20 +52,20 @@ def test_packages_are_installed_once_with_what_they_need_and_are_readable(tmp_pa
     )
     old = os.umask(0o077)
     try:
-        folder = packages.install_packages(requested, PYTHON)
+        folder = user_files.install_packages(requested, PYTHON)
     finally:
         os.umask(old)
     assert {path.stat().st_mode & 0o055 for path in (folder, *folder.rglob("*"))} <= {0o044, 0o055}
-    assert {"their_package.py", "their_helper.py", packages.RESOLVED} <= {path.name for path in folder.iterdir()}
-    resolved = (folder / packages.RESOLVED).read_text().splitlines()
+    assert {"their_package.py", "their_helper.py", user_files.RESOLVED} <= {path.name for path in folder.iterdir()}
+    resolved = (folder / user_files.RESOLVED).read_text().splitlines()
     assert ["their-helper", "their-package"] == [line.split(" @ ")[0].replace("_", "-") for line in resolved]
     assert all(" --hash=sha256:" in line for line in resolved)
     code = "import their_package, their_helper; print(their_package.X + their_helper.Y)"
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(folder)}, capture_output=True, text=True)
     assert "3" == done.stdout.strip(), done.stderr
-    monkeypatch.setattr(packages, "_run", lambda *_: pytest.fail("installed again"))
-    assert folder == packages.install_packages(requested, PYTHON)
-    assert [folder] == list(packages.FOLDER.iterdir())  # nothing half done is left
+    monkeypatch.setattr(user_files, "_run_pip", lambda *_: pytest.fail("installed again"))
+    assert folder == user_files.install_packages(requested, PYTHON)
+    assert [folder] == list(user_files.PACKAGES.iterdir())  # nothing half done is left
 
 
 def source(folder: Path, *needs: str) -> Path:
@@ -90,7 +90,7 @@ def source(folder: Path, *needs: str) -> Path:
 def test_a_source_distribution_is_refused_and_not_run(tmp_path):
     source(tmp_path)
     with pytest.raises(UsageError, match="--no-binary"):
-        packages.install_packages(requirements(tmp_path, "their_source", f"--find-links {tmp_path}"), PYTHON)
+        user_files.install_packages(requirements(tmp_path, "their_source", f"--find-links {tmp_path}"), PYTHON)
     assert not (tmp_path / "ran").exists()
 
 
@@ -100,18 +100,18 @@ def test_a_source_distribution_that_is_named_is_built_with_what_is_locked(tmp_pa
     archive = source(tmp_path, "a-build-dependency-that-nothing-may-fetch")
     line = str(archive) if named == "archive" else "their_source"
     option = f"--find-links {tmp_path}" + ("" if named == "archive" else f"\n{named}")
-    folder = packages.install_packages(requirements(tmp_path, line, option), PYTHON)
+    folder = user_files.install_packages(requirements(tmp_path, line, option), PYTHON)
     assert "X = 3\n" == (folder / "their_source.py").read_text()
 
 
 def test_what_our_own_lock_has_is_left_out(tmp_path):
-    for pin in packages.locks.pins("train-cpu"):
+    for pin in user_files.locks.pins("train-cpu"):
         if pin.name in ("numpy", "keras") and pin.applies():
             wheel(tmp_path, pin.name, pin.version)
     requested = requirements(tmp_path, "numpy", "keras", f"--find-links {tmp_path}")
-    folder = packages.install_packages(requested, PYTHON)
-    assert [packages.RESOLVED] == [path.name for path in folder.iterdir()]
-    assert "" == (folder / packages.RESOLVED).read_text()
+    folder = user_files.install_packages(requested, PYTHON)
+    assert [user_files.RESOLVED] == [path.name for path in folder.iterdir()]
+    assert "" == (folder / user_files.RESOLVED).read_text()
 
 
 @pytest.mark.slow
@@ -131,24 +131,24 @@ def test_what_cannot_be_installed_is_refused_in_one_line(tmp_path, line, named):
     (tmp_path / "theirs" / "setup.py").write_text("from setuptools import setup\nsetup(name='theirs')\n")
     requested = requirements(tmp_path, line.format(folder=tmp_path)) if line else tmp_path / "absent.txt"
     with pytest.raises(UsageError, match=named) as refused:
-        packages.install_packages(requested, PYTHON)
+        user_files.install_packages(requested, PYTHON)
     assert 1 == len(str(refused.value).splitlines())
-    assert not packages.FOLDER.exists() or [] == list(packages.FOLDER.iterdir())
+    assert not user_files.PACKAGES.exists() or [] == list(user_files.PACKAGES.iterdir())
 
 
 def test_an_index_that_cannot_be_reached_is_a_missing_prerequisite(tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(PrerequisiteError, match="PIP_INDEX_URL"):
-        packages.install_packages(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
+        user_files.install_packages(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
 
 
 def test_the_folder_follows_from_all_that_counts(tmp_path):
     module = wheel(tmp_path, "their_package")
     requested = requirements(tmp_path, f"./{module.name}")
-    first = packages.locate_packages(requested, "3.11")
-    assert first == packages.locate_packages(requested, "3.11") != packages.locate_packages(requested, "3.12")
+    first = user_files.locate_packages(requested, "3.11")
+    assert first == user_files.locate_packages(requested, "3.11") != user_files.locate_packages(requested, "3.12")
     wheel(tmp_path, "their_package", text="X = 2\n")  # the same name, another content
-    second = packages.locate_packages(requested, "3.11")
+    second = user_files.locate_packages(requested, "3.11")
     requirements(tmp_path, f"./{module.name}", "# more")
-    assert 3 == len({first, second, packages.locate_packages(requested, "3.11")})
+    assert 3 == len({first, second, user_files.locate_packages(requested, "3.11")})

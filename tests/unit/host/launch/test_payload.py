@@ -12,7 +12,7 @@ from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import configuration, planning, startup, user_files
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services
+from cluster.host.runtime import compose_runtime
 from cluster.host.runtime.payload import Payload, container_variables
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError, UsageError
@@ -81,13 +81,13 @@ def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
     script.parent.chmod(0o755)
     script.chmod(0o644)
     monkeypatch.setattr(os, "getuid", lambda: 0)
-    compose_services.check_readable(Payload(script))
+    compose_runtime.check_readable(Payload(script))
     for path, closed, opened in ((script.parent, 0o700, 0o755), (script, 0o600, 0o644)):
         path.chmod(closed)
         with pytest.raises(PrerequisiteError, match=rf"run as user 10001:10001, who cannot read {path}: `chmod -R o"):
-            compose_services.check_readable(Payload(script))
+            compose_runtime.check_readable(Payload(script))
         monkeypatch.setattr(os, "getuid", lambda: 1000)  # they then run as the caller
-        compose_services.check_readable(Payload(script))
+        compose_runtime.check_readable(Payload(script))
         monkeypatch.setattr(os, "getuid", lambda: 0)
         path.chmod(opened)
 
@@ -293,7 +293,7 @@ def test_extra_packages_are_got_before_anything_is_started(
         (tmp_path / "kept" / "requirements.txt").write_text("resolved\n")
         return tmp_path / "kept"
 
-    monkeypatch.setattr(planning.packages, "install_packages", prepare)
+    monkeypatch.setattr(planning.user_files, "install_packages", prepare)
     (tmp_path / "r.txt").touch()
     for name, options in (("scripted", {"script": str(theirs)}), ("ours", {})):
         run = stopped_run(name=name, requirements=str(tmp_path / "r.txt"), workers=0, **options)

@@ -15,10 +15,10 @@ import pytest
 from cluster.contract import user_code
 from cluster.contract.run import claim
 from cluster.host.image import engine, images
-from cluster.host.launch import configuration, folders, plan, planning, startup, teardown
+from cluster.host.launch import configuration, folders, plan, planning, startup
 from cluster.host.launch.plan import plan_lines
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, supervisor
+from cluster.host.runtime import compose_runtime, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime.local_runtime import LocalProcesses
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
@@ -396,10 +396,10 @@ def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how,
     run, commands, killed = make_run(), Commands(), []
     write_json(run.compose, how)
     monkeypatch.setattr(supervisor, "kill_run", killed.append)
-    teardown.remove_run(run, commands, grace_s=0)
-    teardown.remove_run(run, commands)
+    folders.remove_run(run, commands, grace_s=0)
+    folders.remove_run(run, commands)
     assert "stopped" == run.outcome.state
     assert expected == [
-        command.partition(f" --project-name {compose_services.project(run.path)} ")[2] for command in commands
+        command.partition(f" --project-name {compose_runtime.project(run.path)} ")[2] for command in commands
     ]
     assert killed == ([] if expected else [run, run])

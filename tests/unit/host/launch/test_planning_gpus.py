@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.contract.run import provenance
+from cluster.host import nvidia
 from cluster.host.control import scaling
-from cluster.host.gpu import devices, placement
 from cluster.host.image import images
 from cluster.host.launch import planning, startup
 from cluster.host.launch.plan import Plan, plan_lines
@@ -64,7 +64,7 @@ def test_gpus_that_cannot_be_are_refused_and_words_before_any_is_looked_for(
     monkeypatch.setenv("TPU_NAME", "a-tpu")
     nvidia_smi("8-h100-nvswitch")
     if not looks:
-        monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: pytest.fail("nvidia-smi was asked"))
+        monkeypatch.setattr(nvidia, "ask_nvidia_smi", lambda *words: pytest.fail("nvidia-smi was asked"))
     error = refusal(Request(runtime="local", **requested))
     assert (EXIT_USAGE, True) == (error.exit_code, named in str(error))
     assert not (tmp_path / "runs").exists()
@@ -98,7 +98,7 @@ def test_what_nccl_logs_is_the_caller_s_choice(resolved, nvidia_smi, docker, mon
 
 @pytest.mark.parametrize("requested", [{}, {"gpus": "none"}])
 def test_unless_it_is_asked_for_no_process_sees_a_gpu(resolved, monkeypatch, requested):
-    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: pytest.fail("nvidia-smi was asked"))
+    monkeypatch.setattr(nvidia, "ask_nvidia_smi", lambda *words: pytest.fail("nvidia-smi was asked"))
     planned = planning.plan(Request(**requested, runtime="local"))
     assert {"-1"} == {environment["CUDA_VISIBLE_DEVICES"] for environment in environments(planned).values()}
     assert [[], [], []] == ids_of(planned)
@@ -111,7 +111,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
     built, checked, inspected = [], [], []
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: built.append(accelerator) or ["docker build ."])
     monkeypatch.setattr(images, "inspect_image", lambda image: inspected.append(image) or {"image": image})
-    monkeypatch.setattr(devices, "check_engine", lambda: checked.append(True))
+    monkeypatch.setattr(nvidia, "check_engine", lambda: checked.append(True))
     options = Request(name="one", workers=1, gpus="4,5,", tensorboard_port="0")
     planned = planning.plan(options)
     startup.start(planned, Commands(), began=time.time())
@@ -129,10 +129,10 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
 def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, make_run, monkeypatch):
     nvidia_smi("8-h100-nvswitch")
     run = make_run(workers=1, devices=2)
-    kept = placement.Placement({"chief": ("0", "1")}, "4").to_json()
+    kept = nvidia.Placement({"chief": ("0", "1")}, "4").to_json()
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": kept})
     provenance.write_note(run)
-    monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
+    monkeypatch.setattr("cluster.host.launch.folders.in_progress", lambda run: True)
     monkeypatch.setattr(planning, "in_progress", lambda run: True)
     assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan_scaling(run, 2).gpus.ids.values()]
     with pytest.raises(UsageError, match="--gpus 4 of the run"):
@@ -179,17 +179,17 @@ def test_runs_in_progress_keep_their_gpus(resolved, nvidia_smi, docker, monkeypa
 def test_an_engine_must_be_able_to_hand_over_gpus(docker, runtimes, has_hook, able):
     calls = docker("exit 1" if runtimes is None else f"echo '{json.dumps(runtimes)}'")
     if has_hook:
-        (hook := calls.parent / "bin" / devices._HOOK).touch()
+        (hook := calls.parent / "bin" / nvidia._HOOK).touch()
         hook.chmod(0o755)
     with nullcontext() if able else pytest.raises(PrerequisiteError, match="^--gpus with containers: the engine"):
-        devices.check_engine()
+        nvidia.check_engine()
 
 
 def test_processes_need_a_tensorflow_with_cuda(resolved, nvidia_smi, monkeypatch):
     nvidia_smi("2-h100-nvl")
     monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
     known: list[str] = []
-    monkeypatch.setattr(devices.metadata, "distributions", lambda name: [each for each in known if each == name])
+    monkeypatch.setattr(nvidia.metadata, "distributions", lambda name: [each for each in known if each == name])
     planned = planning.plan(Request(name="one", workers=1, gpus="all", runtime="local", tensorboard_port="0"))
     with pytest.raises(PrerequisiteError, match="--gpus with local processes: this environment has tensorflow-cpu"):
         startup.start(planned, Commands(), began=time.time())

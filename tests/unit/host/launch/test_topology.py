@@ -8,11 +8,11 @@ import pytest
 from cluster.contract import compatibility, spec
 from cluster.contract.run import launch_records
 from cluster.host import kubernetes
-from cluster.host.gpu.placement import Placement
 from cluster.host.launch import planning
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.planning import build_cluster, check_elastic_batch
 from cluster.host.launch.resuming import inherit_topology
+from cluster.host.nvidia import Placement
 from cluster.host.options.request import Request
 from cluster.host.runtime.resources import Memory
 from cluster.system.errors import EXIT_USAGE, UsageError

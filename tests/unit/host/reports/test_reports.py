@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.reports import comparison, listing, page
+from cluster.host.reports import listing, page
 from cluster.host.view.columns import thinned
 from cluster.host.view.status import ended_lines
 from cluster.system.errors import EXIT_USAGE, UsageError
@@ -153,7 +153,7 @@ def test_a_run_is_shown_with_its_own_metric(ended, metrics, metric, reached):
     shown = "" if metric is None else f"{metric} {reached:.4f}"
     assert shown in ended_lines(run)[0]
     assert not metric or {metric, f"{reached:.4f}"} <= set(listing.table_lines([row])[1].split())
-    results = comparison.compare_runs([run, ended("two", metrics={})])["results"]
+    results = listing.compare_runs([run, ended("two", metrics={})])["results"]
     assert {name: [value, None] for name, value in metrics.items()}.items() <= results.items()
     assert (metric or "score") in page._head(run, row)
 
@@ -162,13 +162,13 @@ def test_only_what_differs_is_compared_and_no_secret(ended):
     one, other = ended("one", rate=0.1), ended("other", rate=0.2)
     variables = {"TF_CLUSTER_TOKEN": "x", "MY_PASSWORD": "y", "CORES": 2}
     write_json(other.manifest, read_json(other.manifest) | {"environment": {"variables": variables}})
-    value = comparison.compare_runs([one, other])
+    value = listing.compare_runs([one, other])
     assert {"config.optimizer.learning_rate", "environment.variables.CORES"} == set(value["differences"])
     assert [0.1, 0.2] == value["differences"]["config.optimizer.learning_rate"]
     assert value["weights"][0]["identical"] is True
-    assert any("0.2" in line for line in comparison.comparison_lines(value, [one, other]))
+    assert any("0.2" in line for line in listing.comparison_lines(value, [one, other]))
     others = ended("third", sha256="b" * 64), ended("fourth", sha256=None)
-    assert [False, None] == [pair["identical"] for pair in comparison.compare_runs([one, *others])["weights"]]
+    assert [False, None] == [pair["identical"] for pair in listing.compare_runs([one, *others])["weights"]]
 
 
 @pytest.mark.parametrize("names", [("one", ""), ("one", "one"), ("one", "none"), ("", "")])

@@ -14,8 +14,8 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
 from cluster.host.launch.user_files import lay_out
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_services, payload
-from cluster.host.runtime.compose_services import UNPRIVILEGED, render_overlay
+from cluster.host.runtime import compose_runtime, payload
+from cluster.host.runtime.compose_runtime import UNPRIVILEGED, render_overlay
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.system.errors import PrerequisiteError, UsageError
@@ -135,7 +135,7 @@ def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(monkeypa
     monkeypatch.setattr(os, "getuid", lambda: 0)
     monkeypatch.setattr(Path, "stat", lambda *_, **__: os.stat_result(status))
     with nullcontext() if readable else pytest.raises(PrerequisiteError, match="chown"):
-        compose_services.check_readable(Payload(secrets={"A_KEY": key}))
+        compose_runtime.check_readable(Payload(secrets={"A_KEY": key}))
 
 
 def test_a_run_goes_on_with_its_variables(monkeypatch, make_run, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime import compose_services, injector, registry, supervisor
+from cluster.host.runtime import base, compose_runtime, registry, supervisor
+from cluster.host.runtime.base import FaultInjector
 from cluster.host.runtime.compose_runtime import MEMORY_EATER
-from cluster.host.runtime.injector import FaultInjector
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.system import memory, ports
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
@@ -156,13 +156,13 @@ def docker(run, monkeypatch) -> Engine:
 
 @pytest.fixture
 def faults(run, docker) -> FaultInjector:
-    return registry.find_runtime(run).faults(run)
+    return registry.find_runtime(run).injector(run)
 
 
 def test_a_signal_is_sent_inside_the_task_s_container(run, faults, docker):
     docker.answers["exec"] = (137, "")  # which may end with it
     faults.signal("worker-0", signal.SIGKILL, "agent", "program")
-    project = f"label=com.docker.compose.project={compose_services.project(run.path)}"
+    project = f"label=com.docker.compose.project={compose_runtime.project(run.path)}"
     searched = ("ps", "--quiet", "--filter", project, "--filter", "label=tf-cluster.task=worker-0")
     assert searched in docker.requested
     assert [("exec", "c0ffee", "sh", "-c", "kill -9 1 7")] == docker.done()
@@ -259,9 +259,9 @@ def test_an_engine_that_refuses_is_reported_in_one_line_and_nothing_is_to_be_und
 
 @pytest.mark.parametrize(("root", "most"), [("", 2**70), ("/proc", 0)], ids=["the machine's own", "too much room"])
 def test_a_disk_that_others_use_is_never_filled(run, monkeypatch, root, most):
-    monkeypatch.setattr(injector, "BALLAST", "absent/ballast")  # nothing can be filled, whatever is decided
-    monkeypatch.setattr(injector, "Path", lambda _: Path(root) if root else run.path)  # where "/" is
-    monkeypatch.setattr(injector, "MAX_BALLAST_BYTES", most)
+    monkeypatch.setattr(base, "BALLAST", "absent/ballast")  # nothing can be filled, whatever is decided
+    monkeypatch.setattr(base, "Path", lambda _: Path(root) if root else run.path)  # where "/" is
+    monkeypatch.setattr(base, "MAX_BALLAST_BYTES", most)
     for refuses in (
         lambda: ProcessFaults(run).check("diskfull", "chief"),
         lambda: ProcessFaults(run).diskfull("chief"),

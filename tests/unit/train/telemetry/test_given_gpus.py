@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.contract.spec import Role, Task
-from cluster.host.gpu import placement
+from cluster.host import nvidia
 from cluster.system.errors import EXIT_PREREQUISITE, PrerequisiteError
 from train import strategy
 
@@ -23,7 +23,7 @@ def seen(monkeypatch) -> list[str]:
 def give(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Have the plan give this task as many GPUs."""
     ids = tuple(str(index) for index in range(count))
-    for name, value in placement.Placement({"chief": ids}).environment("chief").items():
+    for name, value in nvidia.Placement({"chief": ids}).environment("chief").items():
         monkeypatch.setenv(name, value)
 
 

@@ -1,1 +1,0 @@
-"""This machine's GPUs, and their placement on tasks."""
