@@ -83,9 +83,14 @@ class ForkedProcess:
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # the child would print the buffered text again
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the child has default handlers
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads: none holds a lock that the child needs
-            self.pid = os.fork()
+            try:
+                self.pid = os.fork()
+            finally:
+                if os.getpid() == parent:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if self.pid == 0:
             try:
                 preexec_fn()
@@ -96,6 +101,7 @@ class ForkedProcess:
                 elif process_group is not None:
                     os.setpgid(0, process_group)
                 _reset_handlers()
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 _set_files((null, written, errors), pass_fds)
                 os.environ.clear()
                 os.environ.update(env)

@@ -268,6 +268,17 @@ print(json.dumps([forked.stdout.read().decode(), forked.wait(10)]))
 """)
 
 
+def test_a_signal_right_after_the_fork_ends_the_process(parent):
+    assert parent("""
+signal.signal(signal.SIGTERM, lambda *_: None)
+for _ in range(30):
+    forked = begin("import signal; signal.pause()")
+    forked.send_signal(signal.SIGTERM)
+    assert forked.wait(10) == -signal.SIGTERM
+print("true")
+""")
+
+
 def test_waiting_for_a_forked_process_has_a_timeout(parent):
     printed = parent("""
 forked = begin("import signal; signal.pause()", process_group=0)
