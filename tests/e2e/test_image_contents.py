@@ -8,7 +8,6 @@ import tarfile
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
 
 import pytest
 from packaging.markers import Marker
@@ -112,12 +111,11 @@ def layers_of(image: str) -> list[dict[str, bool]]:
         docker(f"image save --output={path} {image}")
         with tarfile.open(path) as archive:
             manifest = json.load(archive.extractfile("manifest.json"))
-            return [_paths(archive.extractfile(name)) for name in manifest[0]["Layers"]]
-
-
-def _paths(stream: IO[bytes]) -> dict[str, bool]:
-    with tarfile.open(fileobj=stream) as layer:
-        return {f"/{each.name.removeprefix('./')}": each.isdir() for each in layer}
+            layers = []
+            for name in manifest[0]["Layers"]:
+                with tarfile.open(fileobj=archive.extractfile(name)) as layer:
+                    layers.append({f"/{each.name.removeprefix('./')}": each.isdir() for each in layer})
+            return layers
 
 
 def run(command: str) -> None:

@@ -36,7 +36,12 @@ def swarm(clusters, images, unavailable) -> Clusters:
     except (OSError, subprocess.SubprocessError) as error:
         unavailable(f"no Swarm of .ci/swarm answers: {type(error).__name__}")
     if any(identity_of(image) != identity_of(image, "h1") for image in (TRAIN_IMAGE, TENSORBOARD_IMAGE)):
-        load_images()
+        # Bring the images, and what they are built on, from this machine's engine to the manager's.
+        save = ["docker", "save", TRAIN_IMAGE, TENSORBOARD_IMAGE, "tf-cluster/base:bookworm"]
+        with subprocess.Popen(save, stdout=subprocess.PIPE) as saved:
+            load = ["docker", "--host", f"unix://{HOSTS / 'h1' / 'docker.sock'}", "load", "--quiet"]
+            subprocess.run(load, stdin=saved.stdout, check=True, timeout=600)
+        assert 0 == saved.returncode
     return Clusters(clusters.runs_dir, {"DOCKER_HOST": f"unix://{HOSTS / 'h1' / 'docker.sock'}"})
 
 
@@ -45,15 +50,6 @@ def identity_of(image: str, host: str = "") -> str:
     at_host = ["--host", f"unix://{HOSTS / host / 'docker.sock'}"] if host else []
     command = ["docker", *at_host, "image", "inspect", "--format={{.Id}}", image]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout.strip()
-
-
-def load_images() -> None:
-    """Bring the images, and what they are built on, from this machine's engine to the manager's."""
-    save = ["docker", "save", TRAIN_IMAGE, TENSORBOARD_IMAGE, "tf-cluster/base:bookworm"]
-    with subprocess.Popen(save, stdout=subprocess.PIPE) as saved:
-        load = ["docker", "--host", f"unix://{HOSTS / 'h1' / 'docker.sock'}", "load", "--quiet"]
-        subprocess.run(load, stdin=saved.stdout, check=True, timeout=600)
-    assert 0 == saved.returncode
 
 
 @pytest.fixture(scope="module")

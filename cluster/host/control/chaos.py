@@ -123,7 +123,12 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
 
 
 def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) -> FaultCost:
-    """Inject a fault; return its cost once the run has recovered or ended. UsageError: it was not injected."""
+    """Inject a fault; return its cost once the run has recovered or ended.
+
+    Raises:
+        UsageError: the fault is refused, or the run ended before it could be injected.
+        TimedOut: the run did not become ready, or neither recovered nor ended.
+    """
     injector = registry.find_runtime(run).injector(run)
 
     def is_ready() -> bool:

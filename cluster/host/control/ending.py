@@ -59,7 +59,12 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
 
 
 def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runtime] = ()) -> None:
-    """Ask a run to save and stop, and remove its leftovers, those on the runtimes `also`, too; it may be damaged."""
+    """Ask a run to save and stop, and remove its leftovers, those on the runtimes `also`, too; it may be damaged.
+
+    Raises:
+        Taken: another command holds the run's claim and has not ended in time.
+        PrerequisiteError: the run is in containers, and no engine answers.
+    """
     try:
         if folders.in_progress(run):
             foreground.stop(run, f"{COMMAND} down", timeout_s)

@@ -43,7 +43,13 @@ CACHE_TIMEOUT_S = 60.0
 
 
 def trace_task(run: RunFolder, name: str, steps: int, timeout_s: float = PATIENCE_S) -> list[str]:
-    """Trace a task's next steps; return lines of text about the trace."""
+    """Trace a task's next steps; return lines of text about the trace.
+
+    Raises:
+        UsageError: the task cannot be traced, or is being traced.
+        RunFailed: the run ended before the trace, or the task failed to make it.
+        TimedOut: there was no trace within `timeout_s`.
+    """
     _check_task(run, name)
     request = TraceRequest(id=uuid.uuid4().hex, task=name, steps=steps, until=time.time() + timeout_s)
     _ask(run, request)

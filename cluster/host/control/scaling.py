@@ -36,6 +36,11 @@ def scale_run(
 
     None for `workers` or `ps` keeps the current number. `trust` accepts records that have changed since this user
     started the run. A run that cannot be scaled, or that does not stop in time, continues with its current size.
+
+    Raises:
+        UsageError: the run cannot be scaled to that size, and continues undisturbed.
+        PrerequisiteError: this machine lacks the resources; the run continues undisturbed.
+        TimedOut: the run did not stop, and continues with its current size.
     """
     before = membership.cluster(run)
     with claim.hold_claim(run, "scaled"):

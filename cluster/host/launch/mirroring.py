@@ -178,7 +178,12 @@ def locate_mirror(request: Request) -> Request:
 
 
 def check_mirror(url: str, name: str, run_id: str) -> None:
-    """Check that a run can write to its mirror, and that the mirror has no other run of the same name."""
+    """Check that a run can write to its mirror, and that the mirror has no other run of the same name.
+
+    Raises:
+        PrerequisiteError: the store refuses or does not answer.
+        UsageError: the mirror has another run of that name.
+    """
     with _reaching(url):
         store = Store(url, name)
         store.try_writing()
@@ -188,7 +193,12 @@ def check_mirror(url: str, name: str, run_id: str) -> None:
 
 
 def fetch_run(request: Request) -> None:
-    """Fetch the run to resume, and trust it, if it is not here or only with an older checkpoint than in the mirror."""
+    """Fetch the run to resume, and trust it, if it is not here or only with an older checkpoint than in the mirror.
+
+    Raises:
+        PrerequisiteError: the store refuses or does not answer.
+        UsageError: there is no such run, or another user has started the run on this machine.
+    """
     url = request.mirror
     if not request.resume or url in ("", mirror.NONE):
         return

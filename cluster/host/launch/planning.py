@@ -35,6 +35,10 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
     """Check a request and return the plan of its run. Changes nothing except the cache of packages.
 
     With `stops_first` the run to resume may be in progress, because it is stopped before the plan is started.
+
+    Raises:
+        UsageError: the request is invalid.
+        PrerequisiteError: this machine lacks a prerequisite.
     """
     settings.check_settings()
     previous: RunFolder | None = None

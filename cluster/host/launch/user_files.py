@@ -153,7 +153,12 @@ def locate_packages(requirements: Path, python: str) -> Path:
 
 
 def install_packages(requirements: Path, python: str) -> Path:
-    """Return the folder with the packages of a requirements file, after creating it if needed."""
+    """Return the folder with the packages of a requirements file, after creating it if needed.
+
+    Raises:
+        UsageError: the file is unreadable, or names a package that does not exist or conflicts with the locked ones.
+        PrerequisiteError: no package index can be reached.
+    """
     target = locate_packages(requirements, python)
     if target.exists():
         return target

@@ -98,15 +98,10 @@ def test_dropout_must_draw_again_for_every_step_micro_batch_and_replica(source):
 # Memory
 
 
-def wide_model() -> keras.Model:
-    """Return a model whose activations are most of its memory."""
-    layers = [keras.layers.Dense(512, "relu") for _ in range(3)]
-    return keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES)])
-
-
 def largest_temporary(source: Source, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the bytes of the largest activation in the graph of a step, and so of what memory holds of each layer."""
-    done = training("one", source, PLAIN, micro_batches=micro_batches, model_of=wide_model)
+    layers = [keras.Input((FEATURES,)), *(keras.layers.Dense(512) for _ in range(3)), keras.layers.Dense(CLASSES)]
+    done = training("one", source, PLAIN, micro_batches=micro_batches, model_of=lambda: keras.Sequential(layers))
     made: list[int] = []
     compute = TrainStep.compute
 

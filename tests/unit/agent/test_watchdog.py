@@ -250,8 +250,7 @@ def test_the_first_step_and_evaluating_may_take_ten_times_as_long(make_run, cloc
 
 
 def test_an_evaluation_that_goes_through_its_batches_takes_as_long_as_it_needs(make_run, clock):
-    run = make_run(workers=0)
-    dog = watch(run)
+    dog = watch(run := make_run(workers=0))
     for batch in (*range(4), 3):
         position = Position(place=Place.EVALUATION, step=5, left=False, seconds=60.0, batch=batch)
         beats(run, chief={"state": "evaluating", "position": position})

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,14 +44,10 @@ def test_a_program_that_gives_no_answer_is_reported_as_a_shell_would(command, an
     assert answer == processes.run(command, 0.2 if "60" in command else 30)
 
 
-def no_pidfd(_pid: int) -> int:
-    raise PermissionError
-
-
 @pytest.mark.parametrize("told_by_the_kernel", [True, False])
 def test_a_child_s_end_is_waited_for(child, monkeypatch, told_by_the_kernel):
     if not told_by_the_kernel:
-        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+        monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=PermissionError))
     looks: list[None] = []
     look = child.poll
     monkeypatch.setattr(child, "poll", lambda: looks.append(None) or look())
