@@ -33,14 +33,19 @@ def show(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), shown.decode()
 
 
+def check_lines(shown: str) -> list[str]:
+    """Return the lines that a terminal showed, none of which it wrapped; only paths and addresses may be longer."""
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
+    assert not [line for line in lines if len(line) > WIDTH and len(line[13:].split()) > 1]
+    return lines
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("data")
 def test_a_tour_must_end_with_the_same_weights_and_wrap_no_line(clusters):
     code, shown = show(["tour", "--yes"], clusters.settings | {"TERM": "xterm"})
     assert 0 == code, shown
-    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
-    assert not [line for line in lines if len(line) > WIDTH and len(line[13:].split()) > 1]  # only paths and addresses
-    output = " ".join(" ".join(lines).replace(" \\ ", " ").split())
+    output = " ".join(" ".join(check_lines(shown)).replace(" \\ ", " ").split())
     for step in tour.STEPS:
         assert f"$ {step.command()}" in output
     assert "noticed after" in output
