@@ -60,9 +60,9 @@ class News(Record):
     outcome: Outcome | None = None
     stop: StopRequest | None = None
     unlinked: frozenset[str] | None = MANY
-    """The tasks without a connection to the hub."""
+    """The tasks without a connection to the hub; None for many."""
     absent: frozenset[str] | None = MANY
-    """The members of the cluster that have not joined the rendezvous yet."""
+    """The members of the cluster that have not joined the rendezvous yet; None for many."""
 
     @classmethod
     def from_digest(cls, digest: Any) -> News:
