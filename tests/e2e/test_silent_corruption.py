@@ -10,7 +10,7 @@ from cluster.host.control import chaos
 from tests.e2e.scenario import SLOW_MACHINE_S, summary
 from tests.e2e.test_storms import TRAINING, start
 
-pytestmark = [pytest.mark.usefixtures("data"), pytest.mark.long]
+pytestmark = [pytest.mark.usefixtures("data"), pytest.mark.long, pytest.mark.timeout(2 * SLOW_MACHINE_S)]
 
 FLIPS = 10
 UNDISTURBED_STEPS = 20_000
@@ -67,5 +67,5 @@ def test_an_undisturbed_run_must_raise_no_alarm(clusters, tmp_path, words):
     length = ("--epochs=1000", f"--max-steps={UNDISTURBED_STEPS}")
     training = (*length, "--model=small:model", "--global-batch=12", "--evaluate-every=5000", "--log-every=1000")
     name = "-".join(["calm", *re.findall(r"\w+", words)])
-    run = small.up(name, f"{words} --check-replicas=10", training=training, timeout_s=SLOW_MACHINE_S)
+    run = small.up(name, f"{words} --check-replicas=10", training=training, timeout_s=2 * SLOW_MACHINE_S)
     assert (UNDISTURBED_STEPS, []) == (summary(run)["steps"], summary(run)["restarts"])
