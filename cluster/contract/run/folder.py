@@ -5,8 +5,6 @@ atomically, so that readers never see a part of it, or appended to line by line.
 write at once (the next generation, the outcome) belongs to the task that creates its file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -14,13 +12,13 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cluster.contract.run import launch_records, records
 from cluster.contract.run.launch_records import Started, TensorBoardRecord
+from cluster.contract.run.layout import Paths
 from cluster.contract.run.records import (
     AfterStop,
     Event,
@@ -53,120 +51,13 @@ _TASK = re.compile(r"chief|evaluator|(worker|ps)-(0|[1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
 
 
-class _Within:
-    """Descriptor for one path within the run folder."""
-
-    def __init__(self, *parts: str) -> None:
-        self._parts = parts
-
-    def __get__(self, paths: Paths, owner: type[Paths]) -> Path:
-        return paths.path.joinpath(*self._parts)
-
-
-class _Each:
-    """Descriptor for a function from a task's name, or a generation, to a path within the run folder."""
-
-    def __init__(self, folder: str, name: str = "{}") -> None:
-        self._folder, self._name = folder, name
-
-    def __get__(self, paths: Paths, owner: type[Paths]) -> Callable[[object], Path]:
-        return lambda which: paths.path / self._folder / self._name.format(which)
-
-
-@dataclass(frozen=True)
-class Paths:
-    """The paths of one run."""
-
-    path: Path
-
-    unfinished = _Within(".unfinished")
-    """Exists while the folder is being created or deleted."""
-    config = _Within("config.json")
-    """The resolved training configuration."""
-    cluster = _Within("cluster.json")
-    stages = _Within("stages.json")
-    """The stages of a pipeline's model, and the measured times of its blocks."""
-    compose = _Within("compose.json")
-    """How the tasks were started: the Compose overlay, or the list of local processes."""
-    manifest = _Within("manifest.json")
-    """Everything that determines the run's result: options, code, data, packages."""
-    environment = _Within("environment.json")
-    """The hardware and software that the chief ran on."""
-    summary = _Within("summary.json")
-    """How the run ended; missing until then."""
-    card = _Within("README.md")
-    """The run's card, a readable summary with the configuration; missing until the end."""
-    events_log = _Within("events.jsonl")
-    """The run's events, a JSON object per line."""
-    checkpoints = _Within("checkpoints")
-    init = _Within("init")
-    """The initial weights, if they are not random."""
-    export = _Within("export")
-    control = _Within("control")
-    """The records that agents share: generations, the stop request, the outcome."""
-    stop = _Within("control", "stop.json")
-    gang = _Within("control", "gang.json")
-    """The address of the agents' hub."""
-    data_version = _Within("control", "data.json")
-    """The version of the data, which every generation uses even if a newer one exists."""
-    token = _Within("control", "token.json")
-    """The shared secret with which the run's agents authenticate each other."""
-    withdrawn_stop = _Within("control", "withdrawn.json")
-    """The generation in which a stop request was withdrawn."""
-    board = _Within("control", "tensorboard.json")
-    trace_request = _Within("control", "trace.json")
-    """The request for a trace of a task's next steps. The task removes it after answering."""
-    trace_answer = _Within("control", "traced.json")
-
-    status = _Each("status", "{}.json")
-    metrics = _Each("metrics", "{}.jsonl")
-    """A task's logged steps, a JSON object per line."""
-    log = _Each("logs", "{}.log")
-    """The output of a task's program."""
-    work = _Each("work")
-    """The working folder of a task's script."""
-    tensorboard = _Each("tensorboard")
-    programs = _Each("control/programs", "{}.json")
-    """The identities of a task's current processes, in the task's own process namespace."""
-    away = _Each("control/away")
-    """Exists while an injected fault keeps the task away, so that its supervisor does not restart it."""
-    flip_request = _Each("control", "flip-{}")
-    """Exists while an injected fault requests that the task flips a bit of its weights."""
-    ledger = _Each("control/ledgers", "{}.json")
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def scratch(self) -> Path:
-        """The folder that a script's containers use as /tmp.
-
-        It is outside the run folder: the engine follows links in the path of a mount, and a task could create one
-        inside.
-        """
-        return self.path.parent / ".scratch" / self.name
-
-    def outside(self, kind: str) -> Path:
-        """Return the path of a record about the run outside its folder, where no container can write."""
-        return self.path.parent / ".running" / f"{self.name}.{kind}"
-
-    def traces(self, task: str) -> list[Path]:
-        """Return the folders of the task's profiler traces, oldest first."""
-        return sorted((self.tensorboard(task) / "plugins" / "profile").glob("*/"))
-
-
 class _Withdrawn(Record):
     generation: Count
 
 
 @dataclass(frozen=True)
 class RunFolder(Paths):
-    """One run. Inherited attributes are paths; the other properties, and `load_` methods, return the contents.
-
-    `load_cluster`, `load_config`, `load_manifest` and `load_started` raise DamagedError without a valid record, unless
-    there is a default.
-    """
+    """One run. Inherited attributes are paths; `load_` methods and the other properties return the contents."""
 
     _events: Journal[Event] = field(init=False, compare=False, repr=False)
     _begun: dict[int, Generation] = field(init=False, compare=False, repr=False, default_factory=dict)
@@ -213,15 +104,19 @@ class RunFolder(Paths):
             ) from error
 
     def load_cluster(self) -> ClusterSpec:
+        """Return the run's cluster; raise DamagedError without a valid one."""
         return records.read_record(self.cluster, launch_records.cluster)
 
     def load_config(self, default: Any = REQUIRED) -> dict[str, Any]:
+        """Return the run's configuration, or the default; raise DamagedError without a valid one or a default."""
         return records.read_record(self.config, launch_records.config, default)
 
     def load_manifest(self, default: Any = REQUIRED) -> dict[str, Any]:
+        """Return the run's manifest, or the default; raise DamagedError without a valid one or a default."""
         return records.read_record(self.manifest, launch_records.manifest, default)
 
     def load_started(self) -> Started:
+        """Return how and when the run was started; raise DamagedError without a valid record."""
         return records.read_record(self.control / "started.json", Started.from_json)
 
     @property
@@ -252,6 +147,7 @@ class RunFolder(Paths):
         return board.port if board else None
 
     def load_summary(self) -> Summary | None:
+        """Return the run's summary; None before the end of the run."""
         return records.read_record(self.summary, Summary.from_json, None)
 
     # Heartbeats and metrics
@@ -263,6 +159,7 @@ class RunFolder(Paths):
         return dict(list(beats.items())[: 3 * MAX_TASKS])
 
     def heartbeat(self, task: str) -> Heartbeat | None:
+        """Return a task's newest heartbeat; None without a valid one."""
         beat = records.read_record(self.status(task), Heartbeat.from_json, None, limit=records.TASK_BYTES)
         return beat if beat and beat.task == task else None
 
@@ -310,9 +207,11 @@ class RunFolder(Paths):
         return next((number for number, _ in self._generations(newest_first=True)), 0)
 
     def generations(self) -> list[Generation]:
+        """Return the records of all generations, oldest first."""
         return [record for _, record in self._generations()]
 
     def _generations(self, *, newest_first: bool = False) -> Iterator[tuple[int, Generation]]:
+        """Yield the number and record of each generation, except for invalid records."""
         folder = self.control / "generations"
         names = (path.stem for path in folder.glob("*.json"))
         numbers = {int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys()
@@ -321,6 +220,7 @@ class RunFolder(Paths):
                 yield number, record
 
     def generation_record(self, number: int) -> Generation | None:
+        """Return the record of a generation; None without one."""
         if number not in self._begun:
             path = self.control / "generations" / f"{number}.json"
             if record := records.read_record(path, records.generation(number), None, limit=records.TASK_BYTES):
@@ -374,6 +274,7 @@ class RunFolder(Paths):
 
     @property
     def stop_request(self) -> StopRequest | None:
+        """The request to save and stop; None without one."""
         if not os.path.lexists(self.stop):
             return None
         return records.read_record(self.stop, StopRequest.from_json, None, limit=records.TASK_BYTES)
