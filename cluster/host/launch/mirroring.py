@@ -1,4 +1,4 @@
-"""The mirror of a run in an object store: its layout, the check that it is writable, fetching and uploading.
+"""The mirror of a run in an object store: its layout, the check that it is writable, and fetching a run from it.
 
 A store has bundles of files, each with a manifest that is written last and deleted first:
 
@@ -9,42 +9,29 @@ A store has bundles of files, each with a manifest that is written last and dele
 A bundle without its manifest does not count, so an upload can be killed at any time. The bundle's name has the
 identifier of its run, so that no run deletes another's, and a digest of its files, so that another state of the same
 step replaces it only once that one is complete.
-
-    python -m cluster.host.launch.mirroring URL RUN_DIR ID
-
-uploads a run until it has ended. A failed upload is retried with exponential back-off, and affects nothing else. Tasks
-can write the run folder, so no link in it is followed, and records are uploaded only if unchanged since this user's
-commands wrote them: a resumed run trusts them.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from cluster.contract import spec
-from cluster.contract.recovery.checkpoint_files import Saved, find_newest_good, list_finished, write_checkpoint
+from cluster.contract.recovery.checkpoint_files import Saved, find_newest_good, write_checkpoint
 from cluster.contract.run import claim, provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import LivenessMonitor
 from cluster.host.launch.folders import in_progress, runs_dir
 from cluster.host.options.request import Request
 from cluster.host.runtime import mirror
-from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
-from cluster.system.files import open_file, read_start, refuse_links, remove, scratch_folder, sha256
-from cluster.system.json_files import RECORD_BYTES, write_json
+from cluster.system.files import open_file, remove, scratch_folder
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
-from cluster.system.waiting import wait_until
 
 RECORDS, CHECKPOINTS, EXPORT = KINDS = ("records", "checkpoints", "export")
 CHUNK_BYTES = 4 * 2**20
@@ -195,6 +182,8 @@ def check_mirror(url: str, name: str, run_id: str) -> None:
 def fetch_run(request: Request) -> None:
     """Fetch the run to resume, and trust it, if it is not here or only with an older checkpoint than in the mirror.
 
+    The fetched records are trusted like those of a run that this user started, because the command names the mirror.
+
     Raises:
         PrerequisiteError: the store refuses or does not answer.
         UsageError: there is no such run, or another user has started the run on this machine.
@@ -278,132 +267,3 @@ def _reaching(url: str) -> Iterator[None]:
         fix = f"check its address and your credentials, or leave it out (a run that has one: --mirror {mirror.NONE})"
         why = plain(" ".join(str(error).split()))
         raise PrerequisiteError(f"--mirror {url} cannot be used: {why}; {fix}") from error
-
-
-class Uploader:
-    """Uploads new records, checkpoints and the export of a run."""
-
-    def __init__(self, url: str, run: RunFolder, run_id: str) -> None:
-        self._url, self._run, self._run_id = url, run, run_id
-        self._keep = run.load_config().get("keep_checkpoints", 1)
-        self._monitor, self._ended, self._give_up_at, self._error = LivenessMonitor(run), False, float("inf"), ""
-        self._store: Store | None = None
-        self._mirrored: set[str] = set()
-        self._unfit: set[str] = set()
-        """Checkpoints that were damaged or deleted before they were uploaded."""
-        self._written_at: list[int] = []
-        self._reported: mirror.Upload | None = None
-
-    def main(self) -> None:
-        """Upload until the mirror of a run that has ended is complete, or cannot be completed."""
-        pause_s = POLL_S
-        while self._run.cluster.exists():
-            self._notice_end()
-            ended, before, self._error = self._ended, self._error, ""
-            try:
-                self.upload(ended=ended)
-            except Exception as error:  # of the store's client, or due to a damaged folder
-                self._store, self._error = None, plain(" ".join(str(error).split()))
-                if not before:
-                    self._run.event("chief", "mirror failed", cause=self._error)
-            self._report(complete=ended and not self._error)
-            if (ended and not self._error) or time.monotonic() > self._give_up_at:
-                return
-            pause_s = min(2 * pause_s, MAX_PAUSE_S) if self._error else POLL_S
-            wait_until(self._notice_end, pause_s, POLL_S)
-
-    def upload(self, *, ended: bool) -> None:
-        """Upload new files, and delete those that the run no longer keeps; after its end, upload its export, too."""
-        if self._store is None:
-            store = Store(self._url, self._run.name)
-            for bundle in store.list_bundles(run_id=self._run_id, complete=False):
-                store.remove(bundle)  # leftovers of a killed upload
-            self._mirrored = set(store.list_bundles(run_id=self._run_id))
-            self._store = store
-        try:
-            self._upload_records(self._store)
-        finally:  # even if the records are not trusted
-            for saved in list_finished(self._run.checkpoints)[: self._keep]:
-                self._upload_checkpoint(self._store, saved)
-        if ended and self._run.export.is_dir():
-            refuse_links(self._run.export)
-            self._replace(self._store, EXPORT, max(self._run.saved_steps, default=0), self._run.export)
-
-    def _notice_end(self) -> bool:
-        if self._ended:
-            return False
-        self._monitor.look()
-        self._ended = self._run.load_summary() is not None or not self._run.cluster.exists()
-        if not self._ended and self._monitor.silence_s > PATIENCE_S:
-            self._monitor = LivenessMonitor(self._run)  # query the engine or scheduler again only after as long
-            self._ended = not in_progress(self._run)
-        self._give_up_at = time.monotonic() + GIVE_UP_S if self._ended else float("inf")
-        return self._ended
-
-    def _upload_records(self, store: Store) -> None:
-        """Upload the records if one has changed: from a copy that no task can change, once that copy is trusted."""
-        paths = {name: self._run.path / name for name in RECORD_NAMES if (self._run.path / name).exists()}
-        written_at = [path.lstat().st_mtime_ns for path in paths.values()]
-        if written_at == self._written_at:
-            return
-        with scratch_folder() as scratch:
-            copy = RunFolder(scratch / self._run.name)
-            (copy.path / "control").mkdir(parents=True)
-            for name, path in paths.items():
-                (copy.path / name).write_bytes(read_start(path, RECORD_BYTES))
-            provenance.check_trusted(copy)
-            versions = [number_of(bundle) for bundle in self._of_kind(RECORDS)]
-            self._replace(store, RECORDS, max(versions, default=0) + 1, copy.path)
-        self._written_at = written_at
-
-    def _upload_checkpoint(self, store: Store, saved: Saved) -> None:
-        try:
-            described = {name: file for name, file in saved.files.items() if CHECKPOINT_FILE.fullmatch(name)}
-            bundle = name_bundle(CHECKPOINTS, saved.step, self._run_id, described)
-        except (OSError, ValueError):  # its record was just deleted, or is damaged
-            return
-        if bundle not in self._mirrored | self._unfit:
-            try:
-                store.put(bundle, described, saved.folder)
-                self._mirrored.add(bundle)
-            except UnfitError as error:
-                self._unfit.add(bundle)
-                print(f"checkpoint of step {saved.step} is not uploaded: {error}", flush=True)
-            self._report()
-        if bundle in self._mirrored and saved.step == max(self._run.saved_steps, default=0):
-            others = self._of_kind(CHECKPOINTS) - {bundle}
-            earlier = sorted((other for other in others if number_of(other) < saved.step), key=number_of)
-            self._remove(store, others - set(earlier[max(0, len(earlier) - self._keep + 1) :]))
-
-    def _replace(self, store: Store, kind: str, number: int, folder: Path) -> None:
-        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        described = {str(path.relative_to(folder)): (path.stat().st_size, sha256(path)) for path in paths}
-        bundle = name_bundle(kind, number, self._run_id, described)
-        if bundle not in self._mirrored:
-            store.put(bundle, described, folder)
-            self._mirrored.add(bundle)
-        self._remove(store, self._of_kind(kind) - {bundle})
-
-    def _remove(self, store: Store, bundles: set[str]) -> None:
-        for bundle in bundles:
-            store.remove(bundle)
-        self._mirrored -= bundles
-
-    def _of_kind(self, kind: str) -> set[str]:
-        return {bundle for bundle in self._mirrored if bundle.startswith(f"{kind}/")}
-
-    def _report(self, *, complete: bool = False) -> None:
-        steps = [number_of(bundle) for bundle in self._of_kind(CHECKPOINTS)]
-        text = f"{self._url.partition('?')[0]}: " + (f"checkpoint of step {max(steps)}" if steps else "no checkpoint")
-        text += " and the export" if self._of_kind(EXPORT) else ""
-        text += f"; the last upload failed: {self._error}" if self._error else ""
-        process = processes.identity(os.getpid())
-        upload = mirror.Upload(id=self._run_id, process=process, text=text, complete=complete)
-        if upload != self._reported:
-            write_json(self._run.outside(mirror.RECORD), upload.to_json())
-            self._reported = upload
-
-
-if __name__ == "__main__":
-    os.nice(10)
-    Uploader(sys.argv[1], RunFolder(Path(sys.argv[2])), sys.argv[3]).main()

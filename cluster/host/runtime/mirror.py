@@ -1,7 +1,7 @@
 """The mirror of a run in an object store: its URL, and the local process that uploads to it.
 
 `up` starts the process, which runs as long as the run, even with `--detach`. Its record is next to the run folders,
-where no container can write. `cluster/host/launch/mirroring.py` is the process's program.
+where no container can write. `cluster/host/control/uploads.py` is the process's program.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from cluster.system.terminal import print_lines
 from cluster.system.waiting import wait_until
 
 NONE = "none"
-PROGRAM, RECORD = "cluster.host.launch.mirroring", "mirror"
+PROGRAM, RECORD = "cluster.host.control.uploads", "mirror"
 URL = re.compile(r"(?:(s3|gs)://(?:([^\s/@?#]+)@)?(?=[^/])|(file)://(?=/[^/]))([^\s@?#]+)(?:\?([^\s@?#]*))?")
 PARAMETERS = {
     "s3": ("region", "scheme", "endpoint_override", "tls_ca_file_path"),

@@ -22,8 +22,9 @@ import pytest
 from cluster.contract.recovery.checkpoint_files import Saved, delete_older, find_newest_good, write_checkpoint
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
+from cluster.host.control import uploads
+from cluster.host.control.uploads import Uploader
 from cluster.host.launch import mirroring
-from cluster.host.launch.mirroring import Uploader
 from cluster.host.options.request import Request
 from cluster.host.runtime import mirror
 from cluster.system.errors import PrerequisiteError, UsageError
@@ -294,7 +295,7 @@ def test_nothing_is_uploaded_that_a_task_has_forged(mirrored, tmp_path):
 
 
 def test_a_failed_upload_is_tried_again_until_the_run_has_ended(mirrored, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirroring, "POLL_S", 0.01)
+    monkeypatch.setattr(uploads, "POLL_S", 0.01)
     save(mirrored, 10)
     (tmp_path / "store").write_text("not a folder")
     thread = threading.Thread(target=Uploader(mirrored.started.mirror, mirrored, ID).main)
@@ -310,7 +311,7 @@ def test_a_failed_upload_is_tried_again_until_the_run_has_ended(mirrored, tmp_pa
 
 
 def test_a_store_that_does_not_answer_is_given_up_once_the_run_has_ended(mirrored, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirroring, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(uploads, "GIVE_UP_S", 0.0)
     (tmp_path / "store").write_text("not a folder")
     write_json(mirrored.summary, {"state": "succeeded"})
     Uploader(mirrored.started.mirror, mirrored, ID).main()
