@@ -24,7 +24,7 @@ from benchmarks.runs import ENDLESS, LIMIT_S, Bench
 from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import records
 from cluster.contract.run.launch_records import Programs
-from cluster.host.launch import folders
+from cluster.host.launch import teardown
 from cluster.system.errors import RunFailed
 from cluster.system.processes import ProcessTable
 from cluster.system.waiting import wait_until
@@ -120,7 +120,7 @@ def _ours(bench: Bench, name: str, how: str) -> Iterator[_Training]:
             raise RunFailed(f"the standby processes of {name} do not become ready")
         yield _Training(lambda: max((row["step"] for row in run.rows("chief")), default=0), programs)
     finally:
-        folders.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
+        teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.runs import ENDLESS, LIMIT_S, Bench
 from cluster.contract.recovery import standby_cluster
 from cluster.host.control import chaos
-from cluster.host.launch import folders
+from cluster.host.launch import teardown
 from cluster.system.errors import RunFailed
 from cluster.system.waiting import wait_until
 
@@ -56,5 +56,5 @@ def _recoveries(bench: Bench, number: int, how: str, victims: tuple[str, ...], r
         if result.resumed_s is None:
             raise RunFailed(f"{name} did not recover from the death of {victim}: {result.description}")
         found.append(result.resumed_s)
-    folders.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
+    teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
     return found

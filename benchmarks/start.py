@@ -8,7 +8,7 @@ from benchmarks import peers
 from benchmarks.figures import Figure, Goal, ratios
 from benchmarks.runs import LIMIT_S, POLL_S, Bench
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import folders
+from cluster.host.launch import teardown
 from cluster.host.runtime import warm
 from cluster.system.errors import TimedOut
 
@@ -65,9 +65,9 @@ def until_first_step(bench: Bench, name: str, workers: int, runtime: str = "loca
     began = time.time()
     run = bench.up(name, *words, steps=100_000, runtime=runtime, STANDBY="0")
     seconds = _first_step(run) - began
-    folders.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
+    teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
     if runtime == "docker":
-        folders.remove_run(run, lambda command: bench.call(["bash", "-c", command]))
+        teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]))
     return seconds
 
 

@@ -22,7 +22,7 @@ from cluster.contract.run import claim, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.schema import Count, Number, Record
 from cluster.contract.spec import check_run_name
-from cluster.host.launch import folders, metrics_server, planning
+from cluster.host.launch import folders, metrics_server, planning, teardown
 from cluster.host.options.request import OPTIONS, Option, Request
 from cluster.host.reports import listing
 from cluster.host.view import interrupts
@@ -217,7 +217,7 @@ class _Loop:
             words = [f"{key}={value}" if value else key for key, values in options.items() for value in values]
             names = [f"--name={trial.run}", f"--tag={self.sweep.name}"]
             return ["up", *names, *words, "--", *self.sweep.overrides, *trial.overrides]
-        if folders.in_progress(run):
+        if teardown.in_progress(run):
             return ["wait", trial.run]
         summary = run.load_summary()
         if summary and (summary.state != records.OutcomeState.STOPPED or trial.run in self.sweep.dropped):

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import folders
+from cluster.host.launch import teardown
 from cluster.host.runtime import supervisor, tensorboard
 from cluster.system.json_files import read_json
 from tests.support.waiting import wait_for
@@ -115,7 +115,7 @@ class Clusters:
 
     def down(self) -> None:
         """End whatever still runs, and check that nothing is left."""
-        if folders.find_leftovers(self.runs_dir)[0] or tensorboard.running_port(self.runs_dir):
+        if teardown.find_leftovers(self.runs_dir)[0] or tensorboard.running_port(self.runs_dir):
             self.invoke("down")
         for path in self.runs_dir.glob("*/cluster.json"):
             assert [] == supervisor.processes_left(RunFolder(path.parent))

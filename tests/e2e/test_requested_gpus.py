@@ -14,7 +14,7 @@ import tasks
 from cluster.contract.run import launch_records
 from cluster.host.cli.command_line import shell
 from cluster.host.image import engine, images
-from cluster.host.launch import folders
+from cluster.host.launch import folders, teardown
 from cluster.host.runtime import compose_runtime
 from cluster.system.json_files import read_json
 from cluster.system.ports import free_ports
@@ -53,10 +53,10 @@ def host(clusters, nvidia_smi, monkeypatch) -> Iterator[Context]:
     context = Context(Config(overrides={"run": {"in_stream": False}}))
     context._set(remainder="")
     yield context
-    for name in folders.find_leftovers(clusters.runs_dir)[0]:
+    for name in teardown.find_leftovers(clusters.runs_dir)[0]:
         run = clusters.run(name)
-        folders.remove_run(run, shell(context), grace_s=0)
-        folders.record_end(run)  # no agent is left to write it, and until then its GPUs are taken
+        teardown.remove_run(run, shell(context), grace_s=0)
+        teardown.record_end(run)  # no agent is left to write it, and until then its GPUs are taken
     clusters.invoke("down")
 
 

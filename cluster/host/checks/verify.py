@@ -23,7 +23,7 @@ from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.strategies import STRATEGIES, Strategy
 from cluster.host.control import foreground
-from cluster.host.launch import folders, planning, startup
+from cluster.host.launch import folders, planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.options.run_file import flatten
 from cluster.host.runtime.base import Shell
@@ -269,7 +269,7 @@ def repeat_run(
     except BaseException:
         foreground.kill(planned.run, sh)
         raise
-    if left := folders.remove_ended(planned.run, sh):
+    if left := teardown.remove_ended(planned.run, sh):
         print(left, file=sys.stderr)
     return planned.run, compare_repeated(run, planned.run) if ended.state == "succeeded" else None
 

@@ -18,7 +18,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Restart
 from cluster.contract.spec import Role
 from cluster.host.control import foreground
-from cluster.host.launch.folders import in_progress
+from cluster.host.launch.teardown import in_progress
 from cluster.host.runtime import registry
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut, UsageError, nearest
 from cluster.system.json_files import append_json

@@ -10,7 +10,7 @@ from cluster.contract import spec
 from cluster.contract.run import claim
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import foreground
-from cluster.host.launch import folders
+from cluster.host.launch import folders, teardown
 from cluster.host.runtime import mirror, tensorboard, warm
 from cluster.host.runtime.base import Runtime, Shell
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, ClusterError, PrerequisiteError, TimedOut, UsageError, nearest
@@ -32,7 +32,7 @@ def take_down(runs_dir: Path, name: str | None, timeout_s: float, sh: Shell) -> 
             print(error_text(message), file=sys.stderr, flush=True)
             codes.append(error.exit_code if isinstance(error, ClusterError) else EXIT_FAILED)
 
-    left, unreachable = folders.find_leftovers(runs_dir)
+    left, unreachable = teardown.find_leftovers(runs_dir)
     runs = [RunFolder(runs_dir / each) for each in left]
     if name:  # its folder may be gone, and only processes or containers left
         run = RunFolder(runs_dir / spec.check_run_name(name))
@@ -66,15 +66,15 @@ def end_run(run: RunFolder, timeout_s: float, sh: Shell, *, also: Iterable[Runti
         PrerequisiteError: the run is in containers, and no engine answers.
     """
     try:
-        if folders.in_progress(run):
+        if teardown.in_progress(run):
             foreground.stop(run, f"{COMMAND} down", timeout_s)
     except TimedOut:  # a run that cannot stop is ended nevertheless
         pass
     except Exception as error:
         print(f"{run.name} cannot be stopped: {' '.join(str(error).split())}", file=sys.stderr)
     with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
-        folders.remove_run(run, sh, also=also)
-        folders.record_end(run)
+        teardown.remove_run(run, sh, also=also)
+        teardown.record_end(run)
         mirror.end_upload(run, timeout_s)
 
 
@@ -84,7 +84,7 @@ def find_old_runs(runs_dir: Path, older_s: float) -> list[RunFolder]:
     for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
         run = RunFolder(path)
         is_run = not path.name.startswith(".") and _is_run(run)
-        if is_run and time.time() - end_time(run) >= older_s and not folders.in_progress(run):
+        if is_run and time.time() - end_time(run) >= older_s and not teardown.in_progress(run):
             old_runs.append(run)
     return sorted(old_runs, key=end_time)
 
@@ -95,7 +95,7 @@ def find_ended_run(runs_dir: Path, name: str) -> RunFolder:
     if not _is_run(run):
         known = [path.parent.name for path in runs_dir.glob("*/cluster.json")]
         raise UsageError(f"no run {name!r} in {short_path(runs_dir)}{nearest(name, known) if known else ''}")
-    if folders.in_progress(run):
+    if teardown.in_progress(run):
         raise UsageError(f"run {name!r} is in progress; `{COMMAND} down {name}` before it is deleted")
     return run
 
@@ -121,7 +121,7 @@ def delete_runs(runs: Iterable[RunFolder]) -> list[str]:
     for run in runs:
         try:
             with claim.hold_claim(run, "deleted"):
-                if folders.in_progress(run):
+                if teardown.in_progress(run):
                     raise UsageError(f"run {run.name!r} is in progress again; it stays")
                 run.delete()
         except (ClusterError, OSError) as error:

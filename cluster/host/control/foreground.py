@@ -11,7 +11,7 @@ from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
 from cluster.contract.run.heartbeat import LivenessMonitor
 from cluster.contract.run.records import AfterStop, Summary
-from cluster.host.launch import folders, startup
+from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
@@ -118,7 +118,7 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
 
 def report_end(run: RunFolder, ended: Summary, sh: Shell, headline: str = "") -> int:
     """Remove the leftovers of a run that has ended, and print the result; return the exit code."""
-    left = folders.remove_ended(run, sh)
+    left = teardown.remove_ended(run, sh)
     if headline:
         print(headline)
     mirror.await_upload(run)
@@ -182,16 +182,16 @@ def kill(run: RunFolder, sh: Shell) -> Summary:
         try:
             with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
                 # `docker compose kill` would fail if an agent had seen the outcome and ended first.
-                folders.remove_run(run, sh, grace_s=0)
+                teardown.remove_run(run, sh, grace_s=0)
         finally:
-            folders.record_end(run)  # no agent is left to write the summary
+            teardown.record_end(run)  # no agent is left to write the summary
     return records.read_record(run.summary, Summary.from_json)
 
 
 def _announce_background(run: RunFolder) -> None:
     """Print that a run continues although this command no longer watches it; the error is reported separately."""
     with contextlib.suppress(Exception):
-        if folders.in_progress(run):
+        if teardown.in_progress(run):
             print(error_text(_in_background(run)), file=sys.stderr, flush=True)
 
 

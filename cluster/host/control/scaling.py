@@ -15,7 +15,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.control import foreground
-from cluster.host.launch import folders, planning, startup
+from cluster.host.launch import planning, startup, teardown
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.resuming import inherit_topology
 from cluster.host.options.request import Request
@@ -83,7 +83,7 @@ def plan_scaling(run: RunFolder, workers: int | None, ps: int | None = None, *, 
     if run.script:
         commands = f"`{COMMAND} stop {run.name}`, then `{COMMAND} up --resume {run.name}{options}`"
         raise UsageError(f"run {run.name!r} is one of a script, which keeps its own state; {commands}")
-    if not folders.in_progress(run):
+    if not teardown.in_progress(run):
         raise UsageError(f"run {run.name!r} has ended; `{COMMAND} up --resume {run.name}{options}` continues it")
     previous = run.load_cluster()
     if previous.kind.staged:
@@ -115,7 +115,7 @@ def _swap(planned: Plan, sh: Shell) -> bool:
     run = planned.run
     try:
         summary.await_last_heartbeats(run, summary.SETTLE_S)
-        folders.remove_run(run, sh)
+        teardown.remove_run(run, sh)
         if run.continues_elsewhere:
             startup.continue_run(planned, sh)
             return True

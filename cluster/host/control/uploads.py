@@ -17,8 +17,8 @@ from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import LivenessMonitor
 from cluster.host.launch import mirroring
-from cluster.host.launch.folders import in_progress
 from cluster.host.launch.mirroring import CHECKPOINTS, EXPORT, RECORDS, Store, UnfitError, number_of
+from cluster.host.launch.teardown import in_progress
 from cluster.host.runtime import mirror
 from cluster.system import files, processes
 from cluster.system.json_files import RECORD_BYTES, write_json

@@ -25,7 +25,8 @@ from cluster.contract import spec
 from cluster.contract.recovery.checkpoint_files import Saved, find_newest_good, write_checkpoint
 from cluster.contract.run import claim, provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch.folders import in_progress, runs_dir
+from cluster.host.launch.folders import runs_dir
+from cluster.host.launch.teardown import in_progress
 from cluster.host.options.request import Request
 from cluster.host.runtime import mirror
 from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
@@ -47,11 +48,6 @@ _RECORD = re.compile("|".join(map(re.escape, RECORD_NAMES)))
 _BUNDLE = re.compile(r"\w+/\d{1,15}-[0-9a-f]{16}-[0-9a-f]{16}")
 Files = dict[str, tuple[int, str]]
 """The size in bytes and the sha256 of each file, by its path in a folder."""
-POLL_S, MAX_PAUSE_S = 0.5, 60.0
-PATIENCE_S = 60.0
-"""Seconds without a heartbeat after which to check whether the run is still in progress."""
-GIVE_UP_S = 120.0
-"""How long a failing upload is retried after the end of the run."""
 
 
 class UnfitError(Exception):

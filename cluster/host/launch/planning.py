@@ -16,8 +16,9 @@ from cluster.contract.run.launch_records import GPUS, Started
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host import nvidia
 from cluster.host.launch import configuration, resuming, user_files
-from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, in_progress, runs_dir
+from cluster.host.launch.folders import check_folder, data_dir, find_run, free_folder, runs_dir
 from cluster.host.launch.plan import Plan
+from cluster.host.launch.teardown import in_progress
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Needs, Request, check_needs, check_together
 from cluster.host.runtime import mirror, registry, warm

@@ -19,7 +19,7 @@ from cluster.contract.run import claim, owner, provenance, records
 from cluster.contract.run.launch_records import Started
 from cluster.contract.schema import Record, dictionary
 from cluster.host.image import checkout, images, locks
-from cluster.host.launch import folders, metrics_server, mirroring, planning, user_files
+from cluster.host.launch import metrics_server, mirroring, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
 from cluster.host.runtime import compose_runtime, mirror, registry, tensorboard
@@ -61,7 +61,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
     with claim.hold_claim(plan.run, "resumed" if plan.resumes else "started"):
         check_folder(plan.run, resumes=plan.resumes, replaces=plan.replaces)
         if owner.read_owner(plan.run):  # the run has ended, but a process may remain and hold a port
-            folders.remove_run(plan.run, sh)
+            teardown.remove_run(plan.run, sh)
         metrics_server.check_port(plan.options.count("metrics_port"))
         likely = {"onednn": plan.fast_kernels[0]} if plan.chooses_kernels else {}
         plan.runtime.anticipate(plan, plan.compose, plan.config | likely)
@@ -106,8 +106,8 @@ def _start_tasks(plan: Plan, sh: Shell, *, continues: bool = False) -> None:
         with interrupts.ignored("ending what was started"):
             if not continues:
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-                folders.record_end(plan.run, state, " ".join(str(error).split()))
-            left = folders.try_remove(plan.run, sh)
+                teardown.record_end(plan.run, state, " ".join(str(error).split()))
+            left = teardown.try_remove(plan.run, sh)
         if left:  # printed, as the error raised is the first one
             print(left, file=sys.stderr)
         raise

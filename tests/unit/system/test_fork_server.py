@@ -14,7 +14,7 @@ import pytest
 
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import folders
+from cluster.host.launch import teardown
 from cluster.host.nvidia import Placement
 from cluster.host.runtime import namespaces, supervisor, warm
 from cluster.host.runtime.local_runtime import processes_of
@@ -76,7 +76,7 @@ def test_a_run_is_under_way_while_it_imports_and_can_be_stopped(start, before_st
     gang = start("train(2), finish()", workers=1)
     wait_for(lambda: len(gang.run.heartbeats()) == 2, "the heartbeats of both tasks")
     assert {"starting"} == {beat.state for beat in gang.run.heartbeats().values()}
-    assert folders.in_progress(gang.run)
+    assert teardown.in_progress(gang.run)
     os.kill(supervisor_of(gang), signal.SIGTERM)
     wait_for(lambda: gang.run.stop_requested, "the request to stop")
     (gang.run.path / "import-lasts").unlink()

@@ -13,7 +13,7 @@ from cluster.host.cli.command_line import ask_user, parse_options, shell, show, 
 from cluster.host.control import ending, scaling
 from cluster.host.control import foreground as watching
 from cluster.host.control import profile as tracing
-from cluster.host.launch import folders, startup, user_files
+from cluster.host.launch import folders, startup, teardown, user_files
 from cluster.host.options.request import OPTIONS
 from cluster.host.reports import listing, page
 from cluster.host.runtime import registry
@@ -87,7 +87,7 @@ def stop(c, run=None):
     if not folder.load_summary():
         print_lines(f"stopping {folder.name}")
     watching.stop(folder, f"{COMMAND} stop")
-    left = folders.remove_ended(folder, shell(c))
+    left = teardown.remove_ended(folder, shell(c))
     watching.print_end(folder)
     if left:
         raise RunFailed(left)

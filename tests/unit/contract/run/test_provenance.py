@@ -14,7 +14,7 @@ import pytest
 import tasks
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
-from cluster.host.launch import folders, planning, startup
+from cluster.host.launch import planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_runtime
 from cluster.system.errors import EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
@@ -160,7 +160,7 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run):
     hook = {"command": ["id"], "user": "root", "privileged": True}  # which Compose obeys before it stops a container
     theirs = {"name": "another", "include": ["/etc/passwd"], "services": {"chief": {"pre_stop": [hook]}}}
     write_json(run.compose, {"x-runtime": "docker"} | theirs)
-    folders.remove_run(run, commands)
+    teardown.remove_run(run, commands)
     (words,) = [shlex.split(command) for command in commands]
     assert ["docker", "compose", "--progress=quiet", "--project-name", compose_runtime.project(run.path)] == words[:5]
     assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]

@@ -17,7 +17,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import Runner, report_errors
 from cluster.host.control import foreground
 from cluster.host.image import engine
-from cluster.host.launch import folders, planning, startup, user_files
+from cluster.host.launch import folders, planning, startup, teardown, user_files
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
@@ -89,7 +89,7 @@ def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys)
         assert (run, "invoke down", 15) == (folder, by, timeout_s)
         raise TimedOut("it hangs")
 
-    monkeypatch.setattr(folders, "in_progress", lambda folder: True)
+    monkeypatch.setattr(teardown, "in_progress", lambda folder: True)
     monkeypatch.setattr(foreground, "stop", stop)
     monkeypatch.setattr(supervisor, "kill_run", killed.append)
     assert (0, "") == refusal("down", run="run")

@@ -98,7 +98,7 @@ def test_only_old_runs_go_by_the_end_of_the_run(old):
 
 def test_a_run_in_progress_stays(old, monkeypatch):
     run = old("one")
-    monkeypatch.setattr(ending.folders, "in_progress", lambda run: True)
+    monkeypatch.setattr(ending.teardown, "in_progress", lambda run: True)
     assert EXIT_USAGE == clean(run="one", yes=True)
     assert [] == ending.find_old_runs(run.path.parent, 0)
     assert ["one: run 'one' is in progress again; it stays"] == ending.delete_runs([run])

@@ -144,7 +144,7 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run
         raise KeyboardInterrupt
 
     monkeypatch.setattr(foreground.startup, "start_planned", begin)
-    monkeypatch.setattr(foreground.folders, "in_progress", lambda run: goes_on)
+    monkeypatch.setattr(foreground.teardown, "in_progress", lambda run: goes_on)
     with pytest.raises(KeyboardInterrupt):
         foreground.up(SimpleNamespace(run=run), Commands(), began=0.0)
     assert goes_on is (run.name in capsys.readouterr().err)

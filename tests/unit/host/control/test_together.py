@@ -14,7 +14,7 @@ import pytest
 from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import ending, scaling
-from cluster.host.launch import folders
+from cluster.host.launch import teardown
 from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, PrerequisiteError
 from cluster.system.json_files import read_json
@@ -155,7 +155,7 @@ def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     assert not gang.run.summary.exists()  # as of a run that was resumed after a watcher saw it end
-    assert "" == folders.remove_ended(gang.run, Commands())
+    assert "" == teardown.remove_ended(gang.run, Commands())
     assert supervisor.is_running(gang.run)
 
 

@@ -23,7 +23,6 @@ from cluster.contract.recovery.checkpoint_files import Saved, delete_older, find
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import uploads
-from cluster.host.control.uploads import Uploader
 from cluster.host.launch import mirroring
 from cluster.host.options.request import Request
 from cluster.host.runtime import mirror
@@ -69,7 +68,7 @@ def save(run: RunFolder, step: int, content: bytes = b"weights") -> None:
 
 
 def upload(run: RunFolder, *, ended: bool = False) -> None:
-    Uploader(run.started.mirror, run, ID).upload(ended=ended)
+    uploads.Uploader(run.started.mirror, run, ID).upload(ended=ended)
 
 
 def fetch(run: RunFolder, url: str) -> int | None:
@@ -298,7 +297,7 @@ def test_a_failed_upload_is_tried_again_until_the_run_has_ended(mirrored, tmp_pa
     monkeypatch.setattr(uploads, "POLL_S", 0.01)
     save(mirrored, 10)
     (tmp_path / "store").write_text("not a folder")
-    thread = threading.Thread(target=Uploader(mirrored.started.mirror, mirrored, ID).main)
+    thread = threading.Thread(target=uploads.Uploader(mirrored.started.mirror, mirrored, ID).main)
     thread.start()
     wait_for(lambda: (state := mirror.read_upload(mirrored)) and "upload failed" in state.text, "the failure", 30)
     (tmp_path / "store").unlink()
@@ -314,7 +313,7 @@ def test_a_store_that_does_not_answer_is_given_up_once_the_run_has_ended(mirrore
     monkeypatch.setattr(uploads, "GIVE_UP_S", 0.0)
     (tmp_path / "store").write_text("not a folder")
     write_json(mirrored.summary, {"state": "succeeded"})
-    Uploader(mirrored.started.mirror, mirrored, ID).main()
+    uploads.Uploader(mirrored.started.mirror, mirrored, ID).main()
     assert not mirror.read_upload(mirrored).complete
 
 
@@ -336,7 +335,7 @@ def _upload_and_damage(run: RunFolder, url: str) -> None:
     mirroring.check_mirror(url, "run", ID)
     for step in (10, 20, 30):
         save(run, step)
-        Uploader(url, run, ID).upload(ended=False)
+        uploads.Uploader(url, run, ID).upload(ended=False)
     store = mirroring.Store(url, "run")
     bundles = store.list_bundles(mirroring.CHECKPOINTS)
     assert [30, 20] == [mirroring.number_of(bundle) for bundle in bundles]

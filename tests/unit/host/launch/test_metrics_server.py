@@ -12,7 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from cluster.contract.run import owner
-from cluster.host.launch import folders, metrics_server, planning, startup
+from cluster.host.launch import metrics_server, planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.system.errors import EXIT_PREREQUISITE, PrerequisiteError
 from cluster.system.json_files import write_json
@@ -85,7 +85,7 @@ def port(run) -> Iterator[int]:
     metrics_server.start(run, port)
     wait_for(lambda: is_open(port), "the server")
     yield port
-    folders.try_remove(run, no_shell)
+    teardown.try_remove(run, no_shell)
     assert not is_open(port)
 
 

@@ -15,7 +15,7 @@ import pytest
 from cluster.contract import user_code
 from cluster.contract.run import claim
 from cluster.host.image import engine, images
-from cluster.host.launch import configuration, folders, plan, planning, startup
+from cluster.host.launch import configuration, folders, plan, planning, startup, teardown
 from cluster.host.launch.plan import plan_lines
 from cluster.host.options.request import Request
 from cluster.host.runtime import compose_runtime, supervisor
@@ -396,8 +396,8 @@ def test_what_was_started_is_ended_by_its_own_engine(make_run, monkeypatch, how,
     run, commands, killed = make_run(), Commands(), []
     write_json(run.compose, how)
     monkeypatch.setattr(supervisor, "kill_run", killed.append)
-    folders.remove_run(run, commands, grace_s=0)
-    folders.remove_run(run, commands)
+    teardown.remove_run(run, commands, grace_s=0)
+    teardown.remove_run(run, commands)
     assert "stopped" == run.outcome.state
     assert expected == [
         command.partition(f" --project-name {compose_runtime.project(run.path)} ")[2] for command in commands

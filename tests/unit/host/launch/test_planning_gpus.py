@@ -132,7 +132,7 @@ def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, m
     kept = nvidia.Placement({"chief": ("0", "1")}, "4").to_json()
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": kept})
     provenance.write_note(run)
-    monkeypatch.setattr("cluster.host.launch.folders.in_progress", lambda run: True)
+    monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
     monkeypatch.setattr(planning, "in_progress", lambda run: True)
     assert ["0,1", "2,3", "4,5"] == [",".join(ids) for ids in scaling.plan_scaling(run, 2).gpus.ids.values()]
     with pytest.raises(UsageError, match="--gpus 4 of the run"):
