@@ -251,15 +251,17 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
     engine behind it would run on and hold up its caller.
     """
 
-    process: subprocess.Popen[bytes]
-    _interrupts = 0
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.process: subprocess.Popen[bytes] | None = None
+        self._interrupts = 0
 
     def run(self, command: str, **options: Any) -> Result:
         """Run a command; `KeyboardInterrupt` if it was interrupted, whatever it ended with."""
         try:
             result = super().run(command, **options)
         except KeyboardInterrupt:
-            if hasattr(self, "process") and not self._interrupts:  # invoke passes on only what comes while it waits
+            if self.process is not None and not self._interrupts:  # invoke passes on only what comes while it waits
                 self._signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     processes.wait(self.process, INTERRUPTED_S)
@@ -296,17 +298,20 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
+        assert self.process is not None
         processes.signal_group(self.process, number)
 
     @property
     def process_is_finished(self) -> bool:
         """Whether the command has ended; it is not reaped before `returncode`, so that its group can be killed."""
+        assert self.process is not None
         return processes.has_ended(self.process)
 
     def returncode(self) -> int:
         """Reap the command and whatever it left behind in its process group; return its exit code."""
         if self._interrupts:
             self.kill()  # whatever ignores the interrupt
+        assert self.process is not None
         return self.process.wait()
 
     def _thread_join_timeout(self, target: Callable[..., Any]) -> int | None:  # invoke has no public setting for it

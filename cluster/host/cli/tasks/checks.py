@@ -7,6 +7,7 @@ import sys
 from cluster.contract import spec
 from cluster.host.checks import doctor as machine
 from cluster.host.checks import explain as explaining
+from cluster.host.checks import rerun as repetition
 from cluster.host.checks import verify as verification
 from cluster.host.cli.command_line import parse_options, shell, show, task
 from cluster.host.control import chaos as injection
@@ -42,9 +43,9 @@ def verify(c, json=False):
 def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
-    again, compared = verification.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
+    again, compared = repetition.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
     value = {"run": again.name, **(dataclasses.asdict(compared) if compared else {"verdict": "failed"})}
-    show(value, lambda _: verification.rerun_lines(again, compared), as_json=json)
+    show(value, lambda _: repetition.rerun_lines(again, compared), as_json=json)
     return EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.contract.run.folder import RunFolder
-from cluster.host.checks import verify
+from cluster.host.checks import rerun
 from cluster.host.control import foreground
 from cluster.host.launch import planning, startup
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, UsageError
@@ -43,11 +43,11 @@ def made(make_run) -> Callable[..., RunFolder]:
 )
 def test_losses_and_weights_are_compared(made, monkeypatch, losses, sha256, expected, from_step):
     one, two = made("one"), made("two", losses, sha256)
-    compared = verify.compare_repeated(one, two)
+    compared = rerun.compare_repeated(one, two)
     assert (expected, from_step) == (compared.verdict, compared.from_step)
     assert (sha256 == "aa") is compared.same_weights
-    assert verify.rerun_lines(two, compared)[0].startswith(f"{expected}: ")
-    monkeypatch.setattr(verify, "repeat_run", lambda *_, **__: (two, compared))
+    assert rerun.rerun_lines(two, compared)[0].startswith(f"{expected}: ")
+    monkeypatch.setattr(rerun, "repeat_run", lambda *_, **__: (two, compared))
     assert (EXIT_DONE if expected == "identical" else EXIT_FAILED) == exit_code("rerun", "one")
 
 
@@ -65,7 +65,7 @@ CODE = {"commit": "a", "changes_sha256": None, "cluster_sha256": "1", "train_sha
 )
 def test_what_differs_between_the_machines_is_named(made, theirs, expected):
     ours = {"cluster": {"tasks": [{"port": 1}]}, "code": CODE}
-    compared = verify.compare_repeated(made("one", **ours), made("two", sha256="bb", **ours | theirs))
+    compared = rerun.compare_repeated(made("one", **ours), made("two", sha256="bb", **ours | theirs))
     assert expected == [each.partition(":")[0] for each in compared.differences]
 
 
@@ -73,7 +73,7 @@ def test_a_run_that_went_on_without_a_task_says_so(made):
     first, second = made("one"), made("two", sha256="bb")
     first.begin_generation(1, task="worker-0", saved=120, left_out=["worker-0"])
     first.begin_generation(2, task="worker-0", saved=300)
-    differences = verify.compare_repeated(first, second).differences
+    differences = rerun.compare_repeated(first, second).differences
     assert [
         "tasks: one continued without worker-0 from step 120",
         "tasks: one continued with worker-0 again from step 300",
@@ -86,7 +86,7 @@ def test_only_a_run_that_succeeded_can_be_made_again(made, make_run):
     write_json(scripted.config, {"script": "train.py"})
     for run, why in ((make_run("new", workers=0), "in progress"), (failed, "failed"), (scripted, "losses")):
         with pytest.raises(UsageError, match=why):
-            verify.repeat_run(run, "", lambda command: pytest.fail("something was started"))
+            rerun.repeat_run(run, "", lambda command: pytest.fail("something was started"))
 
 
 def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
@@ -98,5 +98,5 @@ def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
     monkeypatch.setattr(startup, "start", lambda *_, **__: None)
     monkeypatch.setattr(foreground, "follow", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        verify.repeat_run(first, "", lambda command: pytest.fail("local processes need no command"))
+        rerun.repeat_run(first, "", lambda command: pytest.fail("local processes need no command"))
     assert "stopped" == read_json(second.summary)["state"]

@@ -7,7 +7,7 @@ import pytest
 from cluster.agent import health
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import TraceAnswer
-from cluster.host.checks import verify
+from cluster.host.checks import rerun
 from cluster.host.control import profile
 from cluster.host.runtime import registry
 from cluster.host.view import live
@@ -220,11 +220,11 @@ def test_nothing_that_a_task_reports_steers_the_terminal(run, capsys):
     end(run, "failed", task="chief", exit_code=1, error=f"loss {HOSTILE}")
     value = read_status(run)
     lines = [*status_table(value), *ended_lines(run), *status_table(value | {"script": HOSTILE})]
-    verdict = verify.RunComparison(
+    verdict = rerun.RunComparison(
         "different", 1, 0.5, 1, same_weights=False, differences=[f"code.commit: {HOSTILE} there"]
     )
     lines += [
-        *verify.rerun_lines(run, verdict),
+        *rerun.rerun_lines(run, verdict),
         *profile.trace_lines(run, TraceAnswer(id="1", task=HOSTILE, first=1, last=2), 2),
     ]
     assert all(line.isprintable() for line in [*lines, *capsys.readouterr().out.split("\n")])
