@@ -114,8 +114,7 @@ class Program:
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
-        if not is_legacy():
-            patches.apply()
+        patches.apply(patches.TENSORFLOW if is_legacy() else patches.TRAINING)
         exact_order.keep_order_of_sums(config.micro_batches, deterministic=config.deterministic)
         source = self._open_source()
 

@@ -1,7 +1,7 @@
 """Patches of Keras and TensorFlow, one file each.
 
 The docstring of each file names the defect, the version that has it, the test that shows it, and the condition under
-which the patch is not applied. `REPLACED` lists the functions of Keras that it replaces: their owner and name, the
+which the patch is not applied. `REPLACED` lists the functions that it replaces: their owner and name, the
 replacement, and patterns. A function is replaced if its source has the pattern `defect` and not `fixed`. A patch of
 another kind has a function `apply`, which returns the names of what it replaced, none without the defect.
 
@@ -16,9 +16,11 @@ from collections.abc import Iterable
 
 FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
 """Patches of `Model.fit`; docs/internals/upstream/ has the same changes as a patch for Keras itself."""
-SCRIPTS = (*FIT, "layer_aggregation", "layer_losses", "replica_seeds", "callback_files")
+TENSORFLOW = ("iterator_autotuning",)
+"""Patches that do not depend on the version of Keras."""
+SCRIPTS = (*TENSORFLOW, *FIT, "layer_aggregation", "layer_losses", "replica_seeds", "callback_files")
 """Patches for users' scripts."""
-TRAINING = (*FIT, "layer_losses", "variable_updates", "placed_seeds", "repeated_rows", "masked_moments")
+TRAINING = (*TENSORFLOW, *FIT, "layer_losses", "variable_updates", "placed_seeds", "repeated_rows", "masked_moments")
 """Patches for the built-in training program, which has stronger guarantees for layers' state and random numbers."""
 
 
