@@ -275,7 +275,8 @@ class Agent:
                 has_no_use = self.run.is_over(attempt.generation) or self.run.stop_requested or program.ended
                 return attempt.finding is not None or has_no_use
 
-            rendezvous.await_servers(self.spec.calls_first(self.task), timeout_s=SERVERS_S, abandon=abandon)
+            called, callers = self.spec.calls_first(self.task), len(self.spec.members)
+            rendezvous.await_servers(called, timeout_s=SERVERS_S, abandon=abandon, callers=callers)
             if attempt.finding:
                 self._watch(attempt)
                 return False
@@ -375,7 +376,7 @@ class Agent:
             variables = cluster_variables(self.run.folder, self.spec, self.task, generation)
             self.standby.keep(training=state == TaskState.TRAINING, variables=variables, like=attempt.program.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            attempt.program.wait(POLL_S, self.run.bell)
+            attempt.program.wait(attempt.poll_s, self.run.bell)
         return True
 
     def _finish(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from cluster.agent import decide
+from cluster.agent import decide, rendezvous
 from cluster.agent.decide import Facts, MissedRendezvous, Phase
 from cluster.agent.run_view import RunView
 from cluster.agent.standby import Standby
@@ -66,6 +66,8 @@ class Attempt:
         self.grace_ends = 0.0
         """When the grace period after a stop request ends, by the monotonic clock; 0 before a request."""
         self.end: End | None = None
+        self.poll_s = POLL_S if task.role == Role.CHIEF else POLL_S * rendezvous.larger(len(spec.tasks))
+        """How often to observe a program that runs. Agents that share a machine take its time from those that start."""
         self._rendezvous_timeout_s = rendezvous_timeout_s
         self._standby = standby
         self.begin(Phase.STARTING)
@@ -219,7 +221,7 @@ class Attempt:
             # A sidecar that died, or a program that never ends by itself, reports neither state.
             if self.phase is Phase.DONE and not self.task.role.is_sidecar and state != facts.state:
                 state = ""
-            self._chief_done_s = self._chief_done_s + POLL_S if state else 0.0
+            self._chief_done_s = self._chief_done_s + self.poll_s if state else 0.0
             facts = replace(facts, chief_done_s=self._chief_done_s, chief_state=state)
         if not decide.records_outcome(facts):
             return facts

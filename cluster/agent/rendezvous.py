@@ -42,7 +42,7 @@ DIALS = 128
 DIALERS = 8
 """Number of tasks that a task dials at a time."""
 AT_ONCE = 16
-"""Beyond this many other tasks, each task polls and dials less often, so that the total rate stays the same."""
+"""Beyond this many tasks, each of them polls and dials less often, so that the total rate stays the same."""
 PASSED_S = 0.5
 """How often to ask which tasks have passed."""
 CONNECT_TIMEOUT_S = 2.0
@@ -171,7 +171,7 @@ def hold_rendezvous(
     listener = open_task_listener(task, timeout_s=timeout_s, abandon=abandon, report=report)
     answering = _Answering(listener, task, token, rendezvous.unconfirmed)
     first = dialed_first(spec, task)
-    poll_s = POLL_S * max(1.0, len(others) / AT_ONCE)
+    poll_s = POLL_S * larger(len(others))
     dialer = Dialer(task, {other.name: other for other in others}, rendezvous, 5 * poll_s)
     try:
         while rendezvous.absent:
@@ -350,8 +350,15 @@ def _obstacle(task: Task, error: OSError) -> ClusterError:
     return PortTaken(f"{problem}; end the program that holds port {task.port} ({port} shows it) and start again")
 
 
-def await_servers(tasks: Sequence[Task], *, timeout_s: float, abandon: Callable[[], bool]) -> bool:
+def larger(count: int) -> float:
+    """Return the factor by which each of `count` tasks polls less often than one of a few."""
+    return max(1.0, count / AT_ONCE)
+
+
+def await_servers(tasks: Sequence[Task], *, timeout_s: float, abandon: Callable[[], bool], callers: int = 1) -> bool:
     """Wait until the TensorFlow servers of all these tasks listen; return False after the timeout or when abandoned.
+
+    `callers` tasks wait for them at the same time.
 
     A gRPC client that connects a moment too early waits for a second before it retries. The probe is an HTTP/2
     handshake, to tell the server from a rendezvous listener that may still be open.
@@ -361,7 +368,7 @@ def await_servers(tasks: Sequence[Task], *, timeout_s: float, abandon: Callable[
     while left and not abandon() and time.monotonic() < deadline:
         left = [task for task in left if not _speaks_http2(task)]
         if left:
-            time.sleep(POLL_S)
+            time.sleep(POLL_S * larger(callers))
     return not left
 
 

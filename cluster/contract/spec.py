@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Any
 
 from cluster.contract import strategies
@@ -95,7 +96,7 @@ class ClusterSpec(Record):
                 return task
         raise UsageError(f"no task {name!r} in this cluster{nearest(name, [task.name for task in self.tasks])}")
 
-    @property
+    @cached_property
     def members(self) -> tuple[Task, ...]:
         """The tasks that form the TensorFlow cluster; empty if one process trains alone."""
         members = tuple(task for task in self.tasks if not task.role.is_sidecar)

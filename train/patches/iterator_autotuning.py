@@ -1,8 +1,8 @@
 """An iterator ends at once.
 
-Defect: the thread that tunes an iterator's parallelism is told to stop before the flag that it checks is set. Where it
-is faster, it sleeps on, for as long as the iterator has lived (at most 60 s), and whoever deletes the iterator waits.
-Python's lock is held meanwhile, a parameter server's worker answers no request, and a script ends that much later.
+Defect: TensorFlow wakes the thread that tunes an iterator before it sets the flag that ends the thread. A quick thread
+misses the flag and sleeps for as long as the iterator has lived (at most 60 s). The deletion of the iterator waits for
+it and holds Python's lock, a parameter server's worker answers no request, and a script ends that much later.
 Versions: TensorFlow 2.21.0.
 Test: tests/process/train/test_iterator_autotuning.py
 Not applied: to datasets that set `autotune.enabled`, or on more CPUs than TensorFlow's `AUTOTUNE` uses without tuning.
