@@ -22,7 +22,7 @@ from cluster.host.image import checkout, images, locks
 from cluster.host.launch import metrics_server, mirroring, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.runtime import compose_runtime, mirror, registry, tensorboard
+from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import Payload, data_words, python_path, recorded_variables, with_variables
 from cluster.host.view import interrupts
@@ -127,7 +127,7 @@ def list_commands(plan: Plan) -> list[str]:
     found = [*prepare, *plan.runtime.commands(plan)]
     if plan.tensorboard_port != 0 and plan.runtime.board == tensorboard.CONTAINER:
         port = plan.tensorboard_port or tensorboard.PORT
-        found.append(compose_runtime.tensorboard_command(runs_dir(), port, "up", "--detach", "tensorboard"))
+        found.append(tensorboard.compose_command(runs_dir(), port, "up", "--detach", "tensorboard"))
     return found
 
 
