@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from cluster.agent.connection import TICK_S, Client, PeerConnection, Refused, Server
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.joining import Invitation, TaskCopy
 from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec
+from cluster.system.connection import TICK_S, Client, PeerConnection, Refused, Server
 from cluster.system.waiting import Bell
 
 PULSE_S = 1.0

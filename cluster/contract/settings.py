@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.files import ROOT
 from cluster.system.messages import described
-from cluster.system.paths import ROOT
 
 
 @dataclass(frozen=True)

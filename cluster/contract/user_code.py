@@ -21,9 +21,8 @@ from typing import IO, Any, Protocol
 from cluster.contract import kept_results, settings
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
-from cluster.system.files import scratch_folder
+from cluster.system.files import ROOT, scratch_folder
 from cluster.system.messages import NOISE
-from cluster.system.paths import ROOT
 
 RESULT_FILE = "RESULT_FILE"
 """The environment variable that names the file for the result."""

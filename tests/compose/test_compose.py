@@ -25,7 +25,7 @@ from cluster.host.runtime import compose_runtime, tensorboard
 from cluster.host.runtime.compose_runtime import FILES
 from cluster.host.runtime.payload import Payload, container_variables
 from cluster.host.runtime.resources import EGRESS, Memory, Network
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from tests.support.launching import workload
 
 EXAMPLE = FILES / "example.json"
@@ -124,7 +124,7 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config):
         assert "on-failure" == task["restart"], name
         assert "SIGTERM" == task["stop_signal"], name
         assert seconds(task["stop_grace_period"]) >= attempt.GRACE_S + 10, name
-        assert ["CMD", "python", "-m", "cluster.agent.health"] == task["healthcheck"]["test"], name
+        assert ["CMD", "python", "-m", "cluster.agent.schedulers.health"] == task["healthcheck"]["test"], name
         assert 10 <= seconds(task["healthcheck"]["interval"]) <= 15, name  # tasks start in less
         assert seconds(task["healthcheck"]["start_period"]) >= settings.SECONDS["RENDEZVOUS_TIMEOUT_S"].default, name
         assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name

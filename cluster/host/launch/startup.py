@@ -28,9 +28,9 @@ from cluster.host.runtime.payload import Payload, data_words, python_path, recor
 from cluster.host.view import interrupts
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
 from cluster.system.messages import counted, short_path
-from cluster.system.paths import ROOT
 from cluster.system.terminal import print_lines
 
 SLOW_CALL_S = 5.0

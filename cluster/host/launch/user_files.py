@@ -32,8 +32,7 @@ from cluster.host.runtime import registry
 from cluster.host.runtime.payload import Payload
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
-from cluster.system.files import make_readable, sha256
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT, make_readable, sha256
 
 WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
 """The suffixes of weight files that `train/model/initial_weights.py` can read."""

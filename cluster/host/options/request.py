@@ -20,8 +20,8 @@ from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.spec import DEFAULT_WORKERS, MAX_DEVICES, MAX_TASKS, parse_count
 from cluster.host.runtime import registry, tensorboard
 from cluster.system.errors import UsageError, nearest
+from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND, either
-from cluster.system.paths import ROOT
 
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
 _TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (bool,), Sequence[str]: (list,)}

@@ -25,8 +25,8 @@ from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runt
 from cluster.host.runtime.payload import Payload, container_variables
 from cluster.system import files, memory
 from cluster.system.errors import ClusterError, PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND
-from cluster.system.paths import ROOT
 
 FILES = ROOT / "compose"
 COMPOSE = ("docker", "compose", "--progress=quiet")

@@ -18,9 +18,9 @@ from cluster.host.runtime.base import path_digest
 from cluster.host.runtime.payload import with_variables
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND
-from cluster.system.paths import ROOT
 from cluster.system.ports import open_listener
 from cluster.system.waiting import wait_until
 

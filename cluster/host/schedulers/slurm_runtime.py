@@ -23,9 +23,8 @@ from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import Network
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
-from cluster.system.files import open_file
+from cluster.system.files import ROOT, open_file
 from cluster.system.messages import last_output_line
-from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
 
 ANSWER_S = 30.0

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import connection, rendezvous
+from cluster.agent import rendezvous
 from cluster.contract import spec
 from cluster.contract.spec import ClusterSpec, Task
+from cluster.system import connection
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut
 from cluster.system.ports import free_ports
 from tests.support.waiting import wait_for

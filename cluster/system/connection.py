@@ -1,4 +1,4 @@
-"""Authenticated connections between two agents: the protocol, its server, and its client.
+"""Authenticated connections between two processes: the protocol, its server, and its client.
 
     server -> client   a nonce
     client -> server   a nonce, its proof, its task's name
