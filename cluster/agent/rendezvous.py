@@ -215,11 +215,6 @@ def await_turn(
         answering.close()
 
 
-def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
-    """Return whether `other`, a task that was left out, answers `task`."""
-    return not _dial(task, other, token, timeout_s)
-
-
 def _describe_missing(
     rendezvous: Attendance, absent: Collection[str], limit_s: float, explain: Callable[[str], str]
 ) -> str:
@@ -280,7 +275,7 @@ class Dialer:
         if name not in rendezvous.missing or rendezvous.over.is_set():  # the hub may have reported it
             self._dialed.discard(name)
             return
-        if not (reason := _dial(self._task, self._others[name], rendezvous.token, CONNECT_TIMEOUT_S)):
+        if not (reason := dial(self._task, self._others[name], rendezvous.token, CONNECT_TIMEOUT_S)):
             rendezvous.missing.pop(name, None)
             self._dialed.discard(name)
             return
@@ -290,7 +285,7 @@ class Dialer:
             self.threads.submit(self._dial, name)
 
 
-def _dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
+def dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
     """Dial another task once; return why it did not answer, or an empty string if it did."""
     try:
         with Client((other.host, other.port), _secret(token, other), task.name, timeout_s) as connection:

@@ -204,20 +204,16 @@ class RunFolder(Paths):
     @property
     def generation(self) -> int:
         """The current generation, counted from 0."""
-        return next((number for number, _ in self._generations(newest_first=True)), 0)
+        return next((number for number in reversed(self._numbers()) if self.generation_record(number)), 0)
 
     def generations(self) -> list[Generation]:
         """Return the records of all generations, oldest first."""
-        return [record for _, record in self._generations()]
+        return [record for number in self._numbers() if (record := self.generation_record(number))]
 
-    def _generations(self, *, newest_first: bool = False) -> Iterator[tuple[int, Generation]]:
-        """Yield the number and record of each generation, except for invalid records."""
-        folder = self.control / "generations"
-        names = (path.stem for path in folder.glob("*.json"))
-        numbers = {int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys()
-        for number in sorted(numbers, reverse=newest_first):
-            if record := self.generation_record(number):
-                yield number, record
+    def _numbers(self) -> list[int]:
+        """Return the numbers of all generations, oldest first, including those whose records are invalid."""
+        names = (path.stem for path in (self.control / "generations").glob("*.json"))
+        return sorted({int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys())
 
     def generation_record(self, number: int) -> Generation | None:
         """Return the record of a generation; None without one."""

@@ -250,7 +250,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         max_restarts=plan.options.count("max_restarts"),
         max_external_restarts=plan.options.count("max_external_restarts"),
         metrics_port=plan.options.count("metrics_port") or None,
-        gpus=plan.gpus.to_json(),
+        gpus={"gpus": plan.gpus.requested} if plan.gpus.ids else {},
         memory=plan.memory.requested,
         network=plan.network.requested,
         env=plan.payload.env,

@@ -56,7 +56,7 @@ def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ..
     if not name:
         return ()
     if previous is not None:
-        return _inside(previous.init)
+        return tuple(sorted(previous.init.glob("*")))
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in WEIGHT_SUFFIXES:
@@ -83,11 +83,7 @@ def copy_weights(found: Sequence[Path], folder: Path) -> None:
 
 def hash_weights(folder: Path) -> dict[str, str]:
     """Return the sha256 of each file of a run's initial weights."""
-    return {path.name: files.sha256(path) for path in _inside(folder)}
-
-
-def _inside(folder: Path) -> tuple[Path, ...]:
-    return tuple(sorted(folder.glob("*"))) if folder.is_dir() else ()
+    return {path.name: files.sha256(path) for path in sorted(folder.glob("*"))}
 
 
 def check_path(option: str, name: str) -> None:
