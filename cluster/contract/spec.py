@@ -194,9 +194,8 @@ def parse_age(text: str, option: str = "older") -> float:
 def check_run_name(name: str) -> str:
     """Return `name`; raise UsageError if it is not a valid name of a run, see `RUN_NAME`."""
     if not RUN_NAME.fullmatch(name):
-        raise UsageError(
-            f"run name {name!r}: expected letters, digits, '.', '_' or '-', at most 63, the first a letter or digit"
-        )
+        expected = "letters, digits, '.', '_' or '-', at most 63, the first a letter or digit"
+        raise UsageError(f"run name {name!r}: expected {expected}")
     return name
 
 

@@ -99,9 +99,8 @@ def run(
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimedOut(
-                f"{what} did not return in {timeout_s:g} s; fix what it waits for, or set {setting} to more seconds"
-            ) from None
+            fix = f"fix what it waits for, or set {setting} to more seconds"
+            raise TimedOut(f"{what} did not return in {timeout_s:g} s; {fix}") from None
         finally:
             process.kill()
             printer.join(1.0)  # a process that left the group may still hold the pipe

@@ -79,6 +79,5 @@ def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:
 
 
 def _unusable(folder: Path, error: OSError) -> PrerequisiteError:
-    return PrerequisiteError(
-        f"{folder}: {error.strerror}; give write access, or set RUNS_DIR to a folder of yours on a disk with locks"
-    )
+    fix = "give write access, or set RUNS_DIR to a folder of yours on a disk with locks"
+    return PrerequisiteError(f"{folder}: {error.strerror}; {fix}")

@@ -98,10 +98,8 @@ class RunFolder(Paths):
         except OSError as error:
             if error.errno == errno.ELOOP:  # a link, which the advice below would not fix
                 raise
-            raise PrerequisiteError(
-                f"run folder {self.path}: {error.strerror}; free the space or give write access, "
-                "or set RUNS_DIR to a folder that can be written"
-            ) from error
+            fix = "free the space or give write access, or set RUNS_DIR to a folder that can be written"
+            raise PrerequisiteError(f"run folder {self.path}: {error.strerror}; {fix}") from error
 
     def load_cluster(self) -> ClusterSpec:
         """Return the run's cluster; raise DamagedError without a valid one."""
