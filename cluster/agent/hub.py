@@ -5,15 +5,13 @@ agents wait, and immediately when a generation begins; a digest wakes the agents
 N tasks, even while they join the rendezvous one by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import RunFolder
@@ -65,7 +63,7 @@ class News(Record):
     """The members of the cluster that have not joined the rendezvous yet; None for many."""
 
     @classmethod
-    def from_digest(cls, digest: Any) -> News:
+    def from_digest(cls, digest: Any) -> Self:
         """Return the news in a digest; raise ValueError if it is not valid."""
         news = cls.from_json(digest)
         if news.begun:
