@@ -298,7 +298,7 @@ def _write_manifest(plan: Plan) -> None:
         "network": plan.network.name,
         "image": plan.runtime.image(plan),
         "config": plan.config | ({"script": script.name, "script_sha256": files.sha256(script)} if script else {}),
-        "init": user_files.hash_weights(plan.run.init),
+        "init": {path.name: files.sha256(path) for path in sorted(plan.run.init.glob("*"))},
         "own_code": _own_code(plan.payload),
         "elastic": dict(plan.elastic),
         "cluster": plan.cluster.to_json(),

@@ -81,11 +81,6 @@ def copy_weights(found: Sequence[Path], folder: Path) -> None:
             raise RunFailed(f"--init-from: {path} has just been deleted; try again") from None
 
 
-def hash_weights(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file of a run's initial weights."""
-    return {path.name: files.sha256(path) for path in sorted(folder.glob("*"))}
-
-
 def check_path(option: str, name: str) -> None:
     """Check that a path has no control characters; raise UsageError otherwise."""
     if not name.isprintable():
