@@ -80,8 +80,7 @@ class Manifest:
     def make(self, what: str, component: str = "task", **values: Any) -> dict[str, Any]:
         """Return a template of `kubernetes.yaml` with its values filled in; `component` is `task` or `data`."""
         shared = {"run": self.name, "image": self.image, "claim": self.claim, "shared": SHARED, "component": component}
-        made: dict[str, Any] = _fill(_templates()[what], shared | values)
-        return made
+        return dict(_fill(_templates()[what], shared | values))
 
 
 @functools.cache

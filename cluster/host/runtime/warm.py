@@ -95,8 +95,7 @@ class ForkedProgram:
 def receive_number(connection: socket.socket) -> int | None:
     """Return the number that the other side sends; None if it has ended. Raises TimeoutError after a timeout."""
     with contextlib.suppress(ConnectionError, struct.error):
-        number: int = struct.unpack("i", connection.recv(4))[0]
-        return number
+        return int(struct.unpack("i", connection.recv(4))[0])
     return None
 
 
