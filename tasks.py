@@ -28,8 +28,8 @@ from cluster.host.launch.plan import describe_plan, memory_lines, plan_lines
 from cluster.host.options import run_file
 from cluster.host.view import interrupts
 from cluster.system.errors import UsageError
+from cluster.system.files import ROOT
 from cluster.system.messages import short_path
-from cluster.system.paths import ROOT
 
 
 @takes_request(has_dry_run=True)

@@ -15,7 +15,7 @@ from benchmarks.figures import Figure, Goal
 from benchmarks.runs import Bench
 from cluster.host.image import engine, images
 from cluster.system.errors import RunFailed
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 CONTEXT = ("cluster", "train", "docker", "requirements", ".dockerignore")
 CHANGED = "train/loops/steps.py"

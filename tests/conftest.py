@@ -21,8 +21,8 @@ from cluster.host import nvidia
 from cluster.host.checks import doctor
 from cluster.host.image import engine
 from cluster.system import processes
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from cluster.system.ports import PORTS, free_ports
 
 LAST_LINES = 15

@@ -25,8 +25,8 @@ from cluster.host.launch import folders
 from cluster.host.runtime import registry
 from cluster.system import processes
 from cluster.system.errors import RunFailed, UsageError
+from cluster.system.files import ROOT
 from cluster.system.messages import counted
-from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
 
 FAULTS_S, LAST_FAULTS_S, RUN_S = 90.0, 180.0, 300.0

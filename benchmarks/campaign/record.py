@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks import documents
 from benchmarks.campaign.cases import CASES
 from benchmarks.campaign.volleys import PHASES, WEIGHTS
+from cluster.system.files import ROOT
 from cluster.system.json_files import append_json, read_json_lines
-from cluster.system.paths import ROOT
 
 RECORD = ROOT / "docs" / "internals" / "storms.jsonl"
 PAGE = ROOT / "docs" / "internals" / "recovery.md"

@@ -229,7 +229,7 @@ class Members:
             return
         self._look_for_everyone()
         token = joining.generation_token(self._run.folder, generation)
-        back = {n for n in due if rendezvous.reaches(self._task, self._everyone.task(n), token, PROBE_S)}
+        back = {n for n in due if not rendezvous.dial(self._task, self._everyone.task(n), token, PROBE_S)}
         if back and not self._run.stop_requested:
             names = ", ".join(sorted(back))
             end = End(min(back), EXTERNAL, f"{names} returned and is taken in", None, time.time())

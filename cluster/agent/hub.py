@@ -5,23 +5,21 @@ agents wait, and immediately when a generation begins; a digest wakes the agents
 N tasks, even while they join the rendezvous one by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
-from cluster.agent.connection import TICK_S, Client, PeerConnection, Refused, Server
 from cluster.contract.run import joining, membership
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.joining import Invitation, TaskCopy
 from cluster.contract.run.records import Generation, Heartbeat, Outcome, StopRequest
 from cluster.contract.schema import Count, Record
 from cluster.contract.spec import ClusterSpec
+from cluster.system.connection import TICK_S, Client, PeerConnection, Refused, Server
 from cluster.system.waiting import Bell
 
 PULSE_S = 1.0
@@ -65,7 +63,7 @@ class News(Record):
     """The members of the cluster that have not joined the rendezvous yet; None for many."""
 
     @classmethod
-    def from_digest(cls, digest: Any) -> News:
+    def from_digest(cls, digest: Any) -> Self:
         """Return the news in a digest; raise ValueError if it is not valid."""
         news = cls.from_json(digest)
         if news.begun:
@@ -227,39 +225,37 @@ class Hub(Server):
 
 
 class Outgoing:
-    """The newest message of a task to the hub, without its heartbeat."""
+    """The newest message of a task to the hub, without its heartbeat. Each change rings `woken`."""
 
     def __init__(self) -> None:
-        self.message = Message(number=-1)
+        self.message, self.woken = Message(number=-1), Bell()
 
-    def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> bool:
-        """Set the message's generation and outcome; return whether the message has changed."""
+    def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
+        """Set the message's generation and outcome."""
         before = self.message
-        if (before.number, before.outcome) == (number, outcome):
-            return False
-        here = before.here and before.number == number
-        self.message = Message(number=number, begun=begun, outcome=outcome, here=here)
-        return True
+        if (before.number, before.outcome) != (number, outcome):
+            here = before.here and before.number == number
+            self.message = Message(number=number, begun=begun, outcome=outcome, here=here)
+            self.woken.ring()
 
-    def join_rendezvous(self, number: int) -> bool:
-        """Mark the task in the message as being at the rendezvous; return whether the message has changed."""
-        if number != self.message.number or self.message.here:
-            return False
-        self.message = replace(self.message, here=True)
-        return True
+    def join_rendezvous(self, number: int) -> None:
+        """Mark the task in the message as being at the rendezvous."""
+        if number == self.message.number and not self.message.here:
+            self.message = replace(self.message, here=True)
+            self.woken.ring()
 
 
-class HubClient:
+class HubClient(Outgoing):
     """The client side, in the agent of any other task. Only its thread blocks."""
 
     def __init__(self, run: RunFolder, task: str, copy: TaskCopy | None = None) -> None:
         """Begin to connect; `copy` identifies this copy of the task if a scheduler may start several."""
+        super().__init__()
         self._run, self._task, self._copy = RunFolder(run.path), task, copy
         self.news = News()
         self._received_at = float("-inf")
-        self._outgoing = Outgoing()
         self._stopped = False
-        self.bell, self._woken = Bell(), Bell()
+        self.bell = Bell()
         self._thread = threading.Thread(target=self._stay_connected, name="hub client", daemon=True)
         self._thread.start()
 
@@ -268,17 +264,9 @@ class HubClient:
         """Whether the hub has sent a message recently."""
         return time.monotonic() - self._received_at < SILENCE_S
 
-    def report(self, number: int, begun: Generation | None, outcome: Outcome | None) -> None:
-        if self._outgoing.report(number, begun, outcome):
-            self._woken.ring()
-
-    def join_rendezvous(self, number: int) -> None:
-        if self._outgoing.join_rendezvous(number):
-            self._woken.ring()
-
     def close(self) -> None:
         self._stopped = True
-        self._woken.ring()
+        self.woken.ring()
         self._thread.join(CONNECT_S + 1)
 
     def _stay_connected(self) -> None:
@@ -299,10 +287,10 @@ class HubClient:
 
     def _await(self, seconds: float, *clients: Client) -> bool:
         poll = select.poll()
-        for each in [self._woken.fileno(), *(client.fileno() for client in clients)]:
+        for each in [self.woken.fileno(), *(client.fileno() for client in clients)]:
             poll.register(each, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
-        self._woken.silence()
+        self.woken.silence()
         return any(each.fileno() in ready for each in clients)
 
     def _exchange_messages(self, hub: Invitation) -> None:
@@ -319,10 +307,10 @@ class HubClient:
                     received_at = now
                 if now - received_at > SILENCE_S:
                     raise TimeoutError
-                if self._outgoing.message.number >= 0:
+                if self.message.number >= 0:
                     if now - looked >= LOOK_S:
                         looked, beat = now, self._run.heartbeat(self._task)
-                    message = replace(self._outgoing.message, beat=beat).to_json()
+                    message = replace(self.message, beat=beat).to_json()
                     if message != sent or now - sent_at >= PULSE_S:
                         connection.send(message)  # times out if the hub does not read
                         sent, sent_at = message, now

@@ -1,8 +1,9 @@
 """The rendezvous, a barrier before TensorFlow starts: all tasks of the cluster reach each other, or the start fails.
 
 TensorFlow's own start waits for a missing task forever and does not name it. Here each task listens on the address that
-TF_CONFIG gives to its TensorFlow server, and dials the addresses of the other tasks (`connection.py`). So a name that
-does not resolve, a closed port and a task that never started are each reported as such, and the wait has a timeout.
+TF_CONFIG gives to its TensorFlow server, and dials the addresses of the other tasks (`cluster/system/connection.py`).
+So a name that does not resolve, a closed port and a task that never started are each reported as such, and the wait has
+a timeout.
 
 A task passes once it has reached every other task and every other task has reached it. Both are needed: a task that
 closed its listener as soon as it had reached the others would look missing to a slower task.
@@ -22,11 +23,11 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cluster.agent.connection import Client, PeerConnection, Refused, Server
 from cluster.agent.run_view import RunView
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import last_line
 from cluster.contract.spec import ClusterSpec, Task
+from cluster.system.connection import Client, PeerConnection, Refused, Server
 from cluster.system.errors import ClusterError, TimedOut
 from cluster.system.ports import open_listener
 from cluster.system.processes import describe_exit
@@ -214,11 +215,6 @@ def await_turn(
         answering.close()
 
 
-def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
-    """Return whether `other`, a task that was left out, answers `task`."""
-    return not _dial(task, other, token, timeout_s)
-
-
 def _describe_missing(
     rendezvous: Attendance, absent: Collection[str], limit_s: float, explain: Callable[[str], str]
 ) -> str:
@@ -279,7 +275,7 @@ class Dialer:
         if name not in rendezvous.missing or rendezvous.over.is_set():  # the hub may have reported it
             self._dialed.discard(name)
             return
-        if not (reason := _dial(self._task, self._others[name], rendezvous.token, CONNECT_TIMEOUT_S)):
+        if not (reason := dial(self._task, self._others[name], rendezvous.token, CONNECT_TIMEOUT_S)):
             rendezvous.missing.pop(name, None)
             self._dialed.discard(name)
             return
@@ -289,7 +285,7 @@ class Dialer:
             self.threads.submit(self._dial, name)
 
 
-def _dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
+def dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
     """Dial another task once; return why it did not answer, or an empty string if it did."""
     try:
         with Client((other.host, other.port), _secret(token, other), task.name, timeout_s) as connection:

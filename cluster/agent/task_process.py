@@ -24,8 +24,8 @@ from cluster.contract.run import joining, logs
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Task
 from cluster.system import fork_server, memory, processes
+from cluster.system.files import ROOT
 from cluster.system.messages import NOISE
-from cluster.system.paths import ROOT
 from cluster.system.waiting import Bell
 
 KERAS_HOOK = ROOT / "train" / "patches" / "hook"

@@ -19,9 +19,8 @@ def check_global_batch(global_batch: int, divisor: int, what: str = "replicas") 
         return
     below, above = global_batch // divisor * divisor, (global_batch // divisor + 1) * divisor
     use = f"{below} or {above}" if below > 0 else str(above)
-    raise UsageError(
-        f"global_batch={global_batch} is not divisible by {divisor} {what}; use {use}: -- --global-batch {above}"
-    )
+    problem = f"global_batch={global_batch} is not divisible by {divisor} {what}"
+    raise UsageError(f"{problem}; use {use}: -- --global-batch {above}")
 
 
 def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, what: str = "replicas") -> None:
@@ -31,12 +30,10 @@ def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, wh
     if batch % micro_batches:
         fitting = [number for number in range(1, batch + 1) if batch % number == 0]
         near = sorted(sorted(fitting, key=lambda number: abs(number - micro_batches))[:3])
-        raise UsageError(
-            f"--micro-batches {micro_batches} does not divide the {batch} examples of each of the {replicas} {what}; "
-            f"use {either([*map(str, near)])}"
-            if len(near) > 1
-            else f"--micro-batches {micro_batches}: each of the {replicas} {what} has one example; use 1"
-        )
+        if len(near) == 1:
+            raise UsageError(f"--micro-batches {micro_batches}: each of the {replicas} {what} has one example; use 1")
+        problem = f"does not divide the {batch} examples of each of the {replicas} {what}"
+        raise UsageError(f"--micro-batches {micro_batches} {problem}; use {either([*map(str, near)])}")
 
 
 def check_shards(cluster: ClusterSpec, shards: int) -> None:
@@ -44,10 +41,9 @@ def check_shards(cluster: ClusterSpec, shards: int) -> None:
     if why := cluster.kind.no_virtual_shards:
         raise UsageError(f"--bitwise-elastic {shards}: {cluster.strategy_class} {why}; use another strategy")
     if cluster.replicas > shards:
-        raise UsageError(
-            f"--bitwise-elastic {shards}: {cluster.replicas} replicas share {shards} virtual shards, and each needs "
-            f"one; use --bitwise-elastic {cluster.replicas} or more, or fewer tasks"
-        )
+        problem = f"{cluster.replicas} replicas share {shards} virtual shards, and each needs one"
+        use = f"use --bitwise-elastic {cluster.replicas} or more, or fewer tasks"
+        raise UsageError(f"--bitwise-elastic {shards}: {problem}; {use}")
 
 
 def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping[str, Any] | None = None) -> None:
@@ -64,32 +60,26 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
         return
     for option, default in {"loop": "custom", "source": "memory"}.items():
         if (value := config.get(option, default)) != default:
-            raise UsageError(
-                f"--{option} {value} with --strategy pipeline, which has no such training yet: use --{option} {default}"
-            )
+            problem = f"--{option} {value} with --strategy pipeline, which has no such training yet"
+            raise UsageError(f"{problem}: use --{option} {default}")
     if (callbacks := config.get("callbacks")) and cluster.members:
-        raise UsageError(
-            f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: none has the whole "
-            "model that callbacks are given; use --workers 0, or leave it out"
-        )
+        why = "none has the whole model that callbacks are given; use --workers 0, or leave it out"
+        tasks = f"--strategy pipeline on {len(cluster.members)} tasks"
+        raise UsageError(f"--callbacks {callbacks} with {tasks}: {why}")
     if ":" in (name := config.get("optimizer", {}).get("name", "")):
-        raise UsageError(
-            f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: use an optimizer of Keras, "
-            "such as adam"
-        )
+        use = "use an optimizer of Keras, such as adam"
+        raise UsageError(f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: {use}")
     if pipeline.get("schedule") == "pipedream":
         if cluster.pipelines > 1:
-            raise UsageError(
-                f"--schedule pipedream with {cluster.pipelines} pipelines, each with separate weights: use 1f1b"
-            )
+            pipelines = f"{cluster.pipelines} pipelines, each with separate weights"
+            raise UsageError(f"--schedule pipedream with {pipelines}: use 1f1b")
         if config.get("precision") == "fp16":
             raise UsageError("--precision fp16 with --schedule pipedream: each stage would scale the loss by itself")
         if pipeline.get("remat"):
             raise UsageError("--remat with --schedule pipedream: the weights of the forward would be gone; use gpipe")
         if config.get("optimizer", {}).get("clip_norm"):
-            raise UsageError(
-                "--optimizer.clip-norm with --schedule pipedream: no stage waits for the others' norms; use 1f1b"
-            )
+            why = "no stage waits for the others' norms"
+            raise UsageError(f"--optimizer.clip-norm with --schedule pipedream: {why}; use 1f1b")
 
 
 def check_precision(cluster: ClusterSpec, precision: str) -> None:

@@ -9,26 +9,29 @@ in C or C++ (HDF5, TFRecord); child processes, the network, the time, random num
 import contextlib
 import functools
 import hashlib
-import importlib
+import importlib.machinery
 import json
 import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import source_from_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from cluster.system.files import ROOT
 from cluster.system.json_files import read_json, write_json
-from cluster.system.loaded import imported, is_module, state_of
-from cluster.system.paths import ROOT
 
 VOLATILE = ("_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES")
 """Variables that differ between calls from the same shell."""
 KEPT = 50
 READING = ("open", "os.listdir", "os.scandir")
 """The events of Python's audit hooks that name a file or folder; see the table in Python's documentation."""
+MODULES = (*importlib.machinery.all_suffixes(), ".dist-info")
+"""Suffixes of importable entries in a folder of `sys.path`."""
+State = tuple[int, ...]
 
 _opened: set[str] = set()
 
@@ -85,6 +88,29 @@ def opened() -> list[str]:
     """Return the files of the user's imported modules, and the files and folders opened since `watch`."""
     modules = {str(Path(file).absolute()) for file in imported()}
     return sorted(filter(is_users, _opened | modules))
+
+
+def is_module(path: str) -> bool:
+    """Whether an entry of a folder in `sys.path` is a module, a package or an installed distribution."""
+    return path.endswith(MODULES) or os.access(f"{path}/__init__.py", os.F_OK)
+
+
+def imported() -> Iterator[str]:
+    """Yield the files of all modules, without triggering the import of lazy modules."""
+    for module in [*sys.modules.values()]:
+        if isinstance(module, ModuleType):
+            file = ModuleType.__getattribute__(module, "__dict__").get("__file__")
+            if isinstance(file, str):
+                yield file
+
+
+def state_of(path: str) -> State:
+    """Return metadata that changes with a file's content; the last value is its ctime, which cannot be set."""
+    try:
+        status = os.stat(path)  # noqa: PTH116  # of thousands of files
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_users(path: str) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.files import ROOT
 from cluster.system.messages import described
-from cluster.system.paths import ROOT
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,8 @@ def seconds(name: str) -> float:
     except ValueError:
         value = math.nan
     if not setting.low <= value <= setting.high:
-        raise UsageError(
-            f"{name}={text!r}: expected seconds from {setting.low:g} to {setting.high:.0f}; correct or unset it "
-            f"(default: {setting.default:g})"
-        )
+        expected = f"seconds from {setting.low:g} to {setting.high:.0f}"
+        raise UsageError(f"{name}={text!r}: expected {expected}; correct or unset it (default: {setting.default:g})")
     return value
 
 

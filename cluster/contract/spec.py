@@ -1,13 +1,11 @@
 """The immutable description of a cluster: its tasks, their addresses, and the strategy that trains on them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from cluster.contract import strategies
 from cluster.contract.schema import Count, Record, one_of
@@ -149,7 +147,7 @@ class ClusterSpec(Record):
         """Whether the task can restart while the others continue; any other task restarts together with the gang."""
         return task.role.is_sidecar or (task.role == Role.WORKER and self.kind.served)
 
-    def with_devices(self, devices: int, strategy: str) -> ClusterSpec:
+    def with_devices(self, devices: int, strategy: str) -> Self:
         """Return the cluster with `devices` replicas in each training task, for the requested strategy or `auto`.
 
         With `auto`, the number of devices can change the strategy. Raises UsageError if the strategy does not fit.
@@ -158,11 +156,11 @@ class ClusterSpec(Record):
         resolved = strategies.resolve(strategy, len(self.of(Role.WORKER)), len(self.of(Role.PS)), devices)
         return replace(self, strategy=resolved.name, devices=devices)
 
-    def without(self, names: Collection[str]) -> ClusterSpec:
+    def without(self, names: Collection[str]) -> Self:
         """Return the cluster without the named tasks; the others keep their names."""
         return replace(self, tasks=tuple(task for task in self.tasks if task.name not in names))
 
-    def listening(self, ports: Sequence[int]) -> ClusterSpec:
+    def listening(self, ports: Sequence[int]) -> Self:
         """Return the cluster with its tasks on these ports of 127.0.0.1, one each."""
         tasks = (replace(task, host="127.0.0.1", port=port) for task, port in zip(self.tasks, ports, strict=True))
         return replace(self, tasks=tuple(tasks))
@@ -195,9 +193,8 @@ def parse_age(text: str, option: str = "older") -> float:
 def check_run_name(name: str) -> str:
     """Return `name`; raise UsageError if it is not a valid name of a run, see `RUN_NAME`."""
     if not RUN_NAME.fullmatch(name):
-        raise UsageError(
-            f"run name {name!r}: expected letters, digits, '.', '_' or '-', at most 63, the first a letter or digit"
-        )
+        expected = "letters, digits, '.', '_' or '-', at most 63, the first a letter or digit"
+        raise UsageError(f"run name {name!r}: expected {expected}")
     return name
 
 

@@ -90,8 +90,6 @@ def resolve(requested: str, workers: int, ps: int, devices: int) -> Strategy:
         return next(each for each in STRATEGIES.values() if each.automatic and each.fits(*topology))
     strategy = get(requested)
     if not strategy.fits(*topology):
-        raise UsageError(
-            f"--strategy {requested} cannot run on --workers {workers} --ps {ps} --devices {devices}: "
-            f"use {strategy.topology}"
-        )
+        counts = f"--workers {workers} --ps {ps} --devices {devices}"
+        raise UsageError(f"--strategy {requested} cannot run on {counts}: use {strategy.topology}")
     return strategy

@@ -53,8 +53,6 @@ def parse(text: str) -> tuple[dict[str, list[str]], Role, int]:
         if role != Role.EVALUATOR and not 0 <= index < len(cluster.get(role.value, [])):
             raise ValueError(f"task {role.value} {index} is not in the cluster")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UsageError(
-            f"TF_CONFIG {text[:200]!r}: {str(error)[:200]}; expected "
-            '{"cluster": {"chief": ["host:port"], "worker": [...]}, "task": {"type": "chief", "index": 0}}'
-        ) from error
+        expected = '{"cluster": {"chief": ["host:port"], "worker": [...]}, "task": {"type": "chief", "index": 0}}'
+        raise UsageError(f"TF_CONFIG {text[:200]!r}: {str(error)[:200]}; expected {expected}") from error
     return cluster, role, index

@@ -21,9 +21,8 @@ from typing import IO, Any, Protocol
 from cluster.contract import kept_results, settings
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
-from cluster.system.files import scratch_folder
+from cluster.system.files import ROOT, scratch_folder
 from cluster.system.messages import NOISE
-from cluster.system.paths import ROOT
 
 RESULT_FILE = "RESULT_FILE"
 """The environment variable that names the file for the result."""
@@ -100,9 +99,8 @@ def run(
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimedOut(
-                f"{what} did not return in {timeout_s:g} s; fix what it waits for, or set {setting} to more seconds"
-            ) from None
+            fix = f"fix what it waits for, or set {setting} to more seconds"
+            raise TimedOut(f"{what} did not return in {timeout_s:g} s; {fix}") from None
         finally:
             process.kill()
             printer.join(1.0)  # a process that left the group may still hold the pipe

@@ -39,7 +39,6 @@ INDEX = "JOB_COMPLETION_INDEX"
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 """A valid name: pods append up to 23 characters to it, and a label of a host name has at most 63."""
 MEMORY, CPUS, CLAIM = "4GiB", "2", "tf-cluster"
-MAX_GPUS = 64
 NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
     *("resume", "mirror", "trust", "fresh", "detach", "init_from", "reuse_data"),
@@ -81,8 +80,7 @@ class Manifest:
     def make(self, what: str, component: str = "task", **values: Any) -> dict[str, Any]:
         """Return a template of `kubernetes.yaml` with its values filled in; `component` is `task` or `data`."""
         shared = {"run": self.name, "image": self.image, "claim": self.claim, "shared": SHARED, "component": component}
-        made: dict[str, Any] = _fill(_templates()[what], shared | values)
-        return made
+        return dict(_fill(_templates()[what], shared | values))
 
 
 @functools.cache
@@ -242,7 +240,7 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         allowed = "small letters, digits and '-', at most 40, the first a letter"
         raise UsageError(f"--name {name!r}: Kubernetes takes {allowed}; choose such a name")
     cpus = spec.parse_count("cpus", requested_cpus, 1, 1024)
-    gpus = spec.parse_count("gpus-per-task", request.gpus_per_task or 0, 0, MAX_GPUS)
+    gpus = request.gpus_per_task or 0
     cluster = planning.build_cluster(request)
     if gpus:
         planning.check_gpus(f"--gpus-per-task {gpus}", request, cluster, gpus)

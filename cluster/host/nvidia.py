@@ -154,10 +154,6 @@ class Placement:
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # for scripts and parameter-server workers, too
         }
 
-    def to_json(self) -> dict[str, str]:
-        """Return the record that a resumed run inherits; empty if it has no GPUs."""
-        return {"gpus": self.requested} if self.ids else {}
-
 
 def parse_gpus(gpus: str) -> GpuRequest | None:
     """Parse `--gpus`; None if it requests none."""

@@ -28,9 +28,9 @@ from cluster.host.reports import listing
 from cluster.host.view import interrupts
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError
+from cluster.system.files import ROOT
 from cluster.system.json_files import read_json_lines, write_json
 from cluster.system.messages import COMMAND, counted, short_path
-from cluster.system.paths import ROOT
 from cluster.system.terminal import print_lines
 
 ETA = 3

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder of the checkout, or of the code in a container."""
 LOCK_TIMEOUT_S = 5.0
 LOCK_POLL_S = 0.01
 STALE_READS = 20

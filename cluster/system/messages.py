@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 COMMAND = os.environ.get("INVOKED_AS") or "invoke"
 """The name of the command in messages; see `cluster/launcher.py`."""

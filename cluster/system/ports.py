@@ -28,10 +28,8 @@ def free_ports(count: int, host: str = "127.0.0.1", first: int | None = None) ->
             probe.bind((host, port))
             ports.append(port)
     if len(ports) < count:
-        raise PrerequisiteError(
-            f"{counted(count, 'free port')} on {host} from {PORTS.start} to {PORTS.stop - 1}: found {len(ports)}; "
-            "use fewer tasks or end what listens there"
-        )
+        wanted = f"{counted(count, 'free port')} on {host} from {PORTS.start} to {PORTS.stop - 1}"
+        raise PrerequisiteError(f"{wanted}: found {len(ports)}; use fewer tasks or end what listens there")
     return tuple(ports)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from cluster.system.errors import TimedOut
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from cluster.system.waiting import Bell, wait_until
 
 POLL_S = 0.02

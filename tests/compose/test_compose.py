@@ -21,11 +21,11 @@ from cluster.agent import attempt
 from cluster.contract import settings, spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.nvidia import Placement
-from cluster.host.runtime import compose_runtime
+from cluster.host.runtime import compose_runtime, tensorboard
 from cluster.host.runtime.compose_runtime import FILES
 from cluster.host.runtime.payload import Payload, container_variables
 from cluster.host.runtime.resources import EGRESS, Memory, Network
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from tests.support.launching import workload
 
 EXAMPLE = FILES / "example.json"
@@ -124,7 +124,7 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config):
         assert "on-failure" == task["restart"], name
         assert "SIGTERM" == task["stop_signal"], name
         assert seconds(task["stop_grace_period"]) >= attempt.GRACE_S + 10, name
-        assert ["CMD", "python", "-m", "cluster.agent.health"] == task["healthcheck"]["test"], name
+        assert ["CMD", "python", "-m", "cluster.agent.schedulers.health"] == task["healthcheck"]["test"], name
         assert 10 <= seconds(task["healthcheck"]["interval"]) <= 15, name  # tasks start in less
         assert seconds(task["healthcheck"]["start_period"]) >= settings.SECONDS["RENDEZVOUS_TIMEOUT_S"].default, name
         assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name
@@ -163,7 +163,7 @@ def test_hostile_words_stay_words(config, tmp_path):
     assert environment.items() <= {name: word.replace("$$", "$") for name, word in task["environment"].items()}.items()
     assert f"{tmp_path}/a:b ${{X:-y}} '\"#" == task["volumes"][1]["source"].replace("$$", "$")
     assert "privileged" not in task
-    read = read_config(compose_runtime.tensorboard_command(Path("/a:/b"), 6007, "config", "--format", "json"))
+    read = read_config(tensorboard.compose_command(Path("/a:/b"), 6007, "config", "--format", "json"))
     (runs,) = read["services"]["tensorboard"]["volumes"]
     assert ("/a:/b", "/runs", True) == (runs["source"], runs["target"], runs["read_only"])
 
@@ -221,7 +221,7 @@ def test_a_secret_is_in_a_file_and_nowhere_else(config, tmp_path):
 
 
 def test_tensorboard_is_published_on_loopback_only(compose_cli, tmp_path):
-    read = read_config(compose_runtime.tensorboard_command(tmp_path / "runs", 6007, "config", "--format", "json"))
+    read = read_config(tensorboard.compose_command(tmp_path / "runs", 6007, "config", "--format", "json"))
     assert ["tensorboard"] == list(read["services"])
     board = read["services"]["tensorboard"]
     assert [("127.0.0.1", "6007", 6006)] == [(p["host_ip"], p["published"], p["target"]) for p in board["ports"]]
@@ -283,7 +283,7 @@ def test_a_project_s_name_is_legal_and_of_one_folder(name):
     project = compose_runtime.project(Path("/here/runs") / name)
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", project)
     assert project != compose_runtime.project(Path("/there/runs") / name)
-    assert project != compose_runtime.tensorboard_project(Path("/here/runs"))
+    assert project != tensorboard.compose_project(Path("/here/runs"))
 
 
 # The examples

@@ -13,7 +13,7 @@ import pytest
 from packaging.markers import Marker
 
 from cluster.host.image import checkout, images, locks
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from tests.e2e.scenario import TENSORBOARD_IMAGE as BOARD
 from tests.e2e.scenario import TRAIN_IMAGE as TRAIN
 

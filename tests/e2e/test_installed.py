@@ -14,8 +14,8 @@ import pytest
 
 from cluster.host.image import images
 from cluster.system.errors import EXIT_PREREQUISITE
+from cluster.system.files import ROOT
 from cluster.system.json_files import read_json
-from cluster.system.paths import ROOT
 from tests import fast
 
 ENVIRONMENT = (

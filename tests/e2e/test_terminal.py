@@ -11,7 +11,7 @@ import termios
 import pytest
 
 from cluster.host.cli.tasks import tour
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 WIDTH = 80
 

@@ -13,7 +13,7 @@ import pytest
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.image import engine
-from cluster.host.runtime import compose_runtime, namespaces
+from cluster.host.runtime import compose_runtime, namespaces, tensorboard
 from cluster.system.ports import free_ports
 from tests.e2e.scenario import ENDLESS, TRAIN_IMAGE, step_of, summary
 from tests.support import doors
@@ -258,7 +258,7 @@ def test_stop_must_save_and_down_must_leave_nothing(clusters, training):
     _, networks = engine.ask("network", "ls", "--format", "{{.Name}}")
     assert not [name for name in networks.split() if name.startswith(compose_runtime.project(training.path))]
     _, boards = engine.ask(
-        "ps", "--all", "--quiet", "--filter", f"name={compose_runtime.tensorboard_project(clusters.runs_dir)}"
+        "ps", "--all", "--quiet", "--filter", f"name={tensorboard.compose_project(clusters.runs_dir)}"
     )
     assert "" == boards
     assert training.path.exists()

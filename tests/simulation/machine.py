@@ -134,10 +134,10 @@ def await_turn(task: Task, *, token: str, abandon: Callable[[], bool], **_: Any)
         Now.world.waiting.pop(task.name, None)
 
 
-def reaches(task: Task, other: Task, token: str, timeout_s: float) -> bool:
+def dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
     world = Now.world
     answers = world.waiting.get(other.name) == token and world.tasks[other.name].frozen_until <= world.now
-    return answers and world.random.random() >= DROPPED_SHARE
+    return "" if answers and world.random.random() >= DROPPED_SHARE else "no answer"
 
 
 def write_summary(run: folder.SimFolder, outcome: Any) -> None:
@@ -165,7 +165,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(joining, "run_token", lambda run: "run")
     patch.setattr(rendezvous, "hold_rendezvous", hold_rendezvous)
     patch.setattr(rendezvous, "await_turn", await_turn)
-    patch.setattr(rendezvous, "reaches", reaches)
+    patch.setattr(rendezvous, "dial", dial)
     patch.setattr(elastic, "Returns", partial(elastic.Returns, clock=Clock.monotonic))
     patch.setattr(summary, "write_summary", write_summary)
     patch.setattr(ends, "record_end", folder.record_end)

@@ -12,7 +12,7 @@ from invoke import Context, Exit, MockContext, Result, Task
 
 import tasks
 from cluster.contract.run.folder import RunFolder
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 MakeRun = Callable[..., RunFolder]
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from cluster.host.image import locks
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 # Universal: one lock for every platform and every Python from 3.11 on.
 _COMPILE = [

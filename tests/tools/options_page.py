@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks import documents
 from cluster.host.options.request import OPTIONS, Group
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "options.md"
 BEGIN = documents.begin("python -m tests.tools.options_page")

@@ -10,7 +10,7 @@ import sys
 from benchmarks import documents
 from cluster.host.checks import verify
 from cluster.host.checks.verify import BAND, OK, PARITY, Row
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "strategies.md"
 BEGIN = documents.begin("python -m tests.tools.strategies_page")

@@ -11,7 +11,7 @@ import sys
 import textwrap
 
 from cluster.host.cli.tasks.tour import STEPS, TAIL
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "start.md"
 PROGRESS = re.compile(r"^(step .*\n)(?:step .*\n)+(step .*\n)", re.MULTILINE)

@@ -2,7 +2,7 @@
 
 import re
 
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 PHRASES = re.compile(
     r"[Rr]eturn what|\b[Gg]o(es)? on\b|\banew\b|\bwhoever\b|\bfor ever\b|(?<![Tt]here )\bis no [a-z]"

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 sys.path.insert(0, str(ROOT / ".ci"))
 import audit

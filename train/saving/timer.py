@@ -87,7 +87,7 @@ class Past:
         ]
         saves = next((ledger.saves for ledger in reversed(earlier) if ledger.saves), {})
         return cls(
-            uptimes_s=tuple(sum(ledger.seconds.to_json().values()) for ledger in ended),
+            uptimes_s=tuple(sum(ledger.seconds.values()) for ledger in ended),
             failed=generation in failed,
             stuck=generation in failed and bool(earlier) and earlier[-1].first >= first,
             cost_s=saves.get("cost_s"),

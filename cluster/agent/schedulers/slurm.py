@@ -132,9 +132,8 @@ def node_address(node: str) -> str:
     """Return a node's address according to Slurm; raise PrerequisiteError if Slurm reports none."""
     code, printed, complained = processes.run(["scontrol", "--oneliner", "show", "node", node], SCONTROL_S)
     if code or not (found := re.search(r"\bNodeAddr=(\S+)", printed)):
-        raise PrerequisiteError(
-            f"`scontrol show node {node}` names no address: {(complained or printed).strip()[:200]}"
-        )
+        answer = (complained or printed).strip()[:200]
+        raise PrerequisiteError(f"`scontrol show node {node}` names no address: {answer}")
     return found[1]
 
 

@@ -78,7 +78,7 @@ def _percent(part_s: float, wall_s: float) -> int:
 
 def _with_lost_steps(ledger: TimeLedger, next_first: int) -> dict[str, float]:
     """Return the seconds of a ledger; steps after `next_first`, which the next generation repeated, are `lost`."""
-    seconds = {name: getattr(ledger.seconds, name) for name in ("input", "compute", "save", "evaluate")}
+    seconds = {name: ledger.seconds.get(name, 0.0) for name in ("input", "compute", "save", "evaluate")}
     repeated = min(ledger.timed_steps, max(0, ledger.step - next_first))
     lost = repeated / ledger.timed_steps if ledger.timed_steps else 0.0
     seconds["lost"] = lost * (seconds["input"] + seconds["compute"])

@@ -40,9 +40,10 @@ def hold_claim(run: RunFolder, doing: str, *, wait_s: float = MOMENT_S) -> Itera
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise _unusable(path.parent, error) from error
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "r+", errors="replace") as file:
         if not _lock(descriptor, path, wait_s):
-            raise Taken(_describe(run, path))
+            holder = file.read().strip() or "used by another command"
+            raise Taken(f"run {run.name!r} is being {holder}; wait for it or interrupt it, then try again")
         file.truncate(0)
         print(f"{doing} by process {os.getpid()}", file=file, flush=True)
         _mine.add(path)
@@ -77,16 +78,6 @@ def _lock(descriptor: int, path: Path, timeout_s: float) -> bool:
         raise _unusable(path.parent, error) from error
 
 
-def _describe(run: RunFolder, path: Path) -> str:
-    """Return the error message, with the holder that the file names, if any."""
-    try:
-        who = path.read_text(errors="replace").strip() or "used by another command"
-    except OSError:
-        who = "used by another command"
-    return f"run {run.name!r} is being {who}; wait for it or interrupt it, then try again"
-
-
 def _unusable(folder: Path, error: OSError) -> PrerequisiteError:
-    return PrerequisiteError(
-        f"{folder}: {error.strerror}; give write access, or set RUNS_DIR to a folder of yours on a disk with locks"
-    )
+    fix = "give write access, or set RUNS_DIR to a folder of yours on a disk with locks"
+    return PrerequisiteError(f"{folder}: {error.strerror}; {fix}")

@@ -98,10 +98,8 @@ class RunFolder(Paths):
         except OSError as error:
             if error.errno == errno.ELOOP:  # a link, which the advice below would not fix
                 raise
-            raise PrerequisiteError(
-                f"run folder {self.path}: {error.strerror}; free the space or give write access, "
-                "or set RUNS_DIR to a folder that can be written"
-            ) from error
+            fix = "free the space or give write access, or set RUNS_DIR to a folder that can be written"
+            raise PrerequisiteError(f"run folder {self.path}: {error.strerror}; {fix}") from error
 
     def load_cluster(self) -> ClusterSpec:
         """Return the run's cluster; raise DamagedError without a valid one."""
@@ -204,20 +202,16 @@ class RunFolder(Paths):
     @property
     def generation(self) -> int:
         """The current generation, counted from 0."""
-        return next((number for number, _ in self._generations(newest_first=True)), 0)
+        return next((number for number in reversed(self._numbers()) if self.generation_record(number)), 0)
 
     def generations(self) -> list[Generation]:
         """Return the records of all generations, oldest first."""
-        return [record for _, record in self._generations()]
+        return [record for number in self._numbers() if (record := self.generation_record(number))]
 
-    def _generations(self, *, newest_first: bool = False) -> Iterator[tuple[int, Generation]]:
-        """Yield the number and record of each generation, except for invalid records."""
-        folder = self.control / "generations"
-        names = (path.stem for path in folder.glob("*.json"))
-        numbers = {int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys()
-        for number in sorted(numbers, reverse=newest_first):
-            if record := self.generation_record(number):
-                yield number, record
+    def _numbers(self) -> list[int]:
+        """Return the numbers of all generations, oldest first, including those whose records are invalid."""
+        names = (path.stem for path in (self.control / "generations").glob("*.json"))
+        return sorted({int(name) for name in names if _NUMBER.fullmatch(name)} | self._begun.keys())
 
     def generation_record(self, number: int) -> Generation | None:
         """Return the record of a generation; None without one."""

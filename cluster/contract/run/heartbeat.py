@@ -5,14 +5,12 @@ the watcher runs. The timestamps in heartbeats may come from other machines, or 
 machine slept. They are displayed, but not decisive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from cluster.contract.run import claim
 from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
@@ -80,7 +78,7 @@ class HeartbeatWriter:
             self._written_at = beat.updated_at
             write_json(self._run.status(self._task), beat.to_json(), durable=False)
 
-    def start(self) -> HeartbeatWriter:
+    def start(self) -> Self:
         self.write()
         self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
         self._thread.start()

@@ -5,14 +5,13 @@ that starts a task under such a scheduler records the copy in `control/copies/TA
 names the newest copy. An older copy leaves the run: it claims no record, joins no cluster, and disconnects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
@@ -117,7 +116,7 @@ class TaskCopy:
     name: str
 
     @classmethod
-    def register(cls, run: RunFolder, task: str) -> TaskCopy:
+    def register(cls, run: RunFolder, task: str) -> Self:
         """Record a new copy of a task as the newest; its agent needs the variables in `environment`."""
         copy = cls(run, task, secrets.token_hex(8))
         make_folder(copy._path.parent)
@@ -125,7 +124,7 @@ class TaskCopy:
         return copy
 
     @classmethod
-    def from_environment(cls, run: RunFolder, task: str) -> TaskCopy | None:
+    def from_environment(cls, run: RunFolder, task: str) -> Self | None:
         """Return the copy to which this process belongs; None if no scheduler can start a task twice."""
         name = os.environ.get(COPY)
         return cls(run, task, name) if name else None

@@ -50,25 +50,21 @@ def check_trusted(run: RunFolder) -> None:
     if records in notes or _rewriting(run) in notes:
         return
     if not notes:
-        raise UsageError(
-            f"run {run.name!r} was not started by you on this machine: it was copied, renamed or made by somebody else "
-            "and could run any program here; add --trust if you trust its author"
-        )
+        why = "it was copied, renamed or made by somebody else and could run any program here"
+        fix = "add --trust if you trust its author"
+        raise UsageError(f"run {run.name!r} was not started by you on this machine: {why}; {fix}")
     changed = min((_differences(records, note) for note in notes), key=len)
-    raise UsageError(
-        f"run {run.name!r}: {' and '.join(changed)} changed since you started it, perhaps by its own tasks, and "
-        "could run any program here; read that first, then add --trust"
-    )
+    problem = f"{' and '.join(changed)} changed since you started it, perhaps by its own tasks"
+    fix = "read that first, then add --trust"
+    raise UsageError(f"run {run.name!r}: {problem}, and could run any program here; {fix}")
 
 
 def check_hidden(folders: Iterable[Path]) -> None:
     """Check that the notes are in none of the folders that containers see; raise UsageError if they are."""
     for folder in folders:
         if _folder().resolve().is_relative_to(folder.resolve()):
-            raise UsageError(
-                f"containers would see {folder}, and in it {_folder()}, the record of which runs are yours; use "
-                "another folder, or set XDG_STATE_HOME to one outside of it"
-            )
+            seen = f"containers would see {folder}, and in it {_folder()}, the record of which runs are yours"
+            raise UsageError(f"{seen}; use another folder, or set XDG_STATE_HOME to one outside of it")
 
 
 def create_folder() -> None:
@@ -82,9 +78,8 @@ def create_folder() -> None:
         problem = f"expected a folder of user {os.geteuid()}, it belongs to user {owner}"
     except OSError as error:
         problem = str(error.strerror)
-    raise PrerequisiteError(
-        f"{folder}, the record of which runs are yours: {problem}; set XDG_STATE_HOME to a folder that you own"
-    )
+    fix = "set XDG_STATE_HOME to a folder that you own"
+    raise PrerequisiteError(f"{folder}, the record of which runs are yours: {problem}; {fix}")
 
 
 def _folder() -> Path:
@@ -92,10 +87,9 @@ def _folder() -> Path:
     if Path(state).is_absolute():  # XDG says to ignore a relative path
         return Path(state) / "tf-cluster" / "runs"
     if (home := settings.home()) is None:
-        raise PrerequisiteError(
-            "HOME is not set and the system has no home folder for this user, so there is nowhere to record which "
-            "runs are yours; set XDG_STATE_HOME to a folder that you own"
-        )
+        problem = "HOME is not set and the system has no home folder for this user"
+        fix = "set XDG_STATE_HOME to a folder that you own"
+        raise PrerequisiteError(f"{problem}, so there is nowhere to record which runs are yours; {fix}")
     return home / ".local" / "state" / "tf-cluster" / "runs"
 
 

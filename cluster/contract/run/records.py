@@ -1,12 +1,10 @@
 """The records of a run's progress and end, checked when they are read: tasks can write anything there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from cluster.contract.schema import SPARSE, Count, ExitCode, Measured, Number, Record, Seconds, Step, dictionary
 from cluster.system.json_files import RECORD_BYTES, REQUIRED, DamagedError, read_json
@@ -230,7 +228,7 @@ class Generation(EndedAttempt):
         """The time of the failure; without a failure, the time of the start."""
         return self.time if self.failed_at is None else self.failed_at
 
-    def require_number(self, number: int) -> Generation:
+    def require_number(self, number: int) -> Self:
         """Return this record; raise ValueError if it is of another generation."""
         if self.generation != number:
             raise ValueError(f"generation: expected {number}")
@@ -240,15 +238,6 @@ class Generation(EndedAttempt):
 def generation(number: int) -> Callable[[Any], Generation]:
     """Return a check for the record of generation `number`."""
     return lambda value: Generation.from_json(value).require_number(number)
-
-
-class Activity(Record):
-    """The chief's seconds by activity: input and computing in its steps, saving and evaluating between them."""
-
-    input: Seconds
-    compute: Seconds
-    save: Seconds
-    evaluate: Seconds
 
 
 class TimeLedger(Record):
@@ -264,7 +253,8 @@ class TimeLedger(Record):
     updated_at: Seconds
     step: Count
     timed_steps: Count
-    seconds: Activity
+    seconds: dict[str, Seconds]
+    """The chief's seconds by activity: `input` and `compute` in its steps, `save` and `evaluate` between them."""
     saves: dict[str, Measured] = field(default_factory=dict)
     """The interval between checkpoints, and the measurements from which it is derived."""
 

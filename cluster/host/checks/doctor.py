@@ -20,8 +20,8 @@ from cluster.host.runtime import compose_runtime, registry, tensorboard
 from cluster.host.runtime.base import Finding
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND, short_path
-from cluster.system.paths import ROOT
 
 _HAS_CUDA = any(importlib.metadata.distributions(name="tensorflow"))  # `tensorflow-cpu` is another distribution
 LOCKS = ("host", "train-gpu" if _HAS_CUDA else "train-cpu", "tensorboard")

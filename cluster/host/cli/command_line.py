@@ -29,9 +29,9 @@ from cluster.host.launch import configuration, folders, mirroring
 from cluster.host.options import run_file
 from cluster.host.options.request import OPTIONS, Request
 from cluster.system import errors, processes
+from cluster.system.files import ROOT
 from cluster.system.json_files import DISK_FULL
 from cluster.system.messages import COMMAND, plain, short_path, system_error
-from cluster.system.paths import ROOT
 from cluster.system.terminal import WIDE, error_text, terminal_width
 
 HELP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("help.toml").read_text())

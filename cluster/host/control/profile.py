@@ -25,10 +25,9 @@ from cluster.host.runtime import tensorboard
 from cluster.host.view.columns import plain_lines
 from cluster.system import processes
 from cluster.system.errors import RunFailed, TimedOut, UsageError
-from cluster.system.files import refuse_links, remove
+from cluster.system.files import ROOT, refuse_links, remove
 from cluster.system.json_files import create_json
 from cluster.system.messages import COMMAND, counted
-from cluster.system.paths import ROOT
 from cluster.system.terminal import print_wait
 from cluster.system.waiting import wait_until
 

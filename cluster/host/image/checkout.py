@@ -2,8 +2,7 @@
 
 import subprocess
 
-from cluster.system.files import files_sha256
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT, files_sha256
 
 
 def commit() -> str:

@@ -21,9 +21,8 @@ from typing import Any
 
 from cluster.host.image import checkout, engine
 from cluster.system.errors import PrerequisiteError, UsageError, nearest
-from cluster.system.files import files_sha256
+from cluster.system.files import ROOT, files_sha256
 from cluster.system.messages import COMMAND, counted, last_output_line
-from cluster.system.paths import ROOT
 
 ACCELERATORS = ("cpu", "gpu")
 PYTHON = "3.11"

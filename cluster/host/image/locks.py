@@ -8,7 +8,7 @@ without resolving dependencies (`--no-deps`). No file names a package index, whi
 import re
 from dataclasses import dataclass
 
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 DIRECTORY = "requirements"
 TARGETS = ("build", "host", "train-cpu", "train-gpu", "tensorboard", "dev", "peer-ray")

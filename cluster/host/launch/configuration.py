@@ -16,7 +16,7 @@ from cluster.contract.spec import ClusterSpec
 from cluster.host.launch.folders import data_dir
 from cluster.host.options.request import PRESET, Request
 from cluster.host.runtime.payload import python_path
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 
 def resolve_config(

@@ -238,7 +238,6 @@ def build_cluster(request: Request) -> ClusterSpec:
 
 def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy | None) -> tuple[Request, int]:
     """Return the request with a task or, in the only task, a device for each stage; and the number of pipelines."""
-    spec.parse_count("stages", stages, 1, spec.MAX_TASKS)
     if strategy is None or not strategy.staged:
         raise UsageError(f"--stages {stages} without --strategy pipeline: add that, or leave --stages out")
     if request.workers == 0:
@@ -246,7 +245,7 @@ def _lay_out_stages(request: Request, stages: int, strategy: strategies.Strategy
             raise UsageError(f"--stages {stages} with --workers 0: use --devices {stages}, not {request.devices}")
         return replace(request, devices=stages), 1
     workers = stages - 1 if request.workers is None else request.workers
-    tasks = 1 + spec.parse_count("workers", workers, 0, spec.MAX_TASKS)
+    tasks = 1 + workers
     if tasks % stages:
         below = max(stages, tasks // stages * stages)
         problem = f"the chief and the workers are {tasks} tasks, which pipelines of {stages} cannot share"

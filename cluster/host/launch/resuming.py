@@ -45,13 +45,12 @@ def resume(request: Request) -> tuple[RunFolder, Started, Request]:
     script = run.script
     check_together(request, scripted=bool(script))
     cluster, started = run.load_cluster(), run.started
-    kept = ("max_restarts", "max_external_restarts", "memory", "network", "requirements", "env")
+    kept = ["max_restarts", "max_external_restarts", "memory", "network", "requirements", "env"]
+    if request.resume:
+        kept += ["min_workers", "grow", "metrics_port", "mirror"]
     recorded = {name: getattr(started, name) for name in kept}
     recorded |= {job_field.name: started.job.get(job_field.name) for job_field in fields(Job)}
     recorded |= {"secret": started.secrets, "hang_timeout": started.hang_timeout_s or None}
-    if request.resume:
-        recorded |= {"min_workers": started.min_workers, "grow": started.grow}
-        recorded |= {"metrics_port": started.metrics_port, "mirror": started.mirror}
     if started.runtime in registry.RUNTIMES and registry.RUNTIMES[started.runtime].is_remote:
         recorded |= {"runtime": started.runtime}  # queue the run there again
     if run.board_port == 0:

@@ -22,15 +22,15 @@ from cluster.host.image import checkout, images, locks
 from cluster.host.launch import metrics_server, mirroring, planning, teardown, user_files
 from cluster.host.launch.folders import MIN_FREE_BYTES, check_folder, data_dir, runs_dir
 from cluster.host.launch.plan import Plan
-from cluster.host.runtime import compose_runtime, mirror, registry, tensorboard
+from cluster.host.runtime import mirror, registry, tensorboard
 from cluster.host.runtime.base import Shell
 from cluster.host.runtime.payload import Payload, data_words, python_path, recorded_variables, with_variables
 from cluster.host.view import interrupts
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
 from cluster.system.messages import counted, short_path
-from cluster.system.paths import ROOT
 from cluster.system.terminal import print_lines
 
 SLOW_CALL_S = 5.0
@@ -127,7 +127,7 @@ def list_commands(plan: Plan) -> list[str]:
     found = [*prepare, *plan.runtime.commands(plan)]
     if plan.tensorboard_port != 0 and plan.runtime.board == tensorboard.CONTAINER:
         port = plan.tensorboard_port or tensorboard.PORT
-        found.append(compose_runtime.tensorboard_command(runs_dir(), port, "up", "--detach", "tensorboard"))
+        found.append(tensorboard.compose_command(runs_dir(), port, "up", "--detach", "tensorboard"))
     return found
 
 
@@ -250,7 +250,7 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
         max_restarts=plan.options.count("max_restarts"),
         max_external_restarts=plan.options.count("max_external_restarts"),
         metrics_port=plan.options.count("metrics_port") or None,
-        gpus=plan.gpus.to_json(),
+        gpus={"gpus": plan.gpus.requested} if plan.gpus.ids else {},
         memory=plan.memory.requested,
         network=plan.network.requested,
         env=plan.payload.env,
@@ -298,7 +298,7 @@ def _write_manifest(plan: Plan) -> None:
         "network": plan.network.name,
         "image": plan.runtime.image(plan),
         "config": plan.config | ({"script": script.name, "script_sha256": files.sha256(script)} if script else {}),
-        "init": user_files.hash_weights(plan.run.init),
+        "init": {path.name: files.sha256(path) for path in sorted(plan.run.init.glob("*"))},
         "own_code": _own_code(plan.payload),
         "elastic": dict(plan.elastic),
         "cluster": plan.cluster.to_json(),

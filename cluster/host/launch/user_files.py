@@ -32,8 +32,7 @@ from cluster.host.runtime import registry
 from cluster.host.runtime.payload import Payload
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
-from cluster.system.files import make_readable, sha256
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT, make_readable, sha256
 
 WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
 """The suffixes of weight files that `train/model/initial_weights.py` can read."""
@@ -57,7 +56,7 @@ def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ..
     if not name:
         return ()
     if previous is not None:
-        return _inside(previous.init)
+        return tuple(sorted(previous.init.glob("*")))
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in WEIGHT_SUFFIXES:
@@ -80,15 +79,6 @@ def copy_weights(found: Sequence[Path], folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
         except FileNotFoundError:
             raise RunFailed(f"--init-from: {path} has just been deleted; try again") from None
-
-
-def hash_weights(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file of a run's initial weights."""
-    return {path.name: files.sha256(path) for path in _inside(folder)}
-
-
-def _inside(folder: Path) -> tuple[Path, ...]:
-    return tuple(sorted(folder.glob("*"))) if folder.is_dir() else ()
 
 
 def check_path(option: str, name: str) -> None:

@@ -20,8 +20,8 @@ from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.contract.spec import DEFAULT_WORKERS, MAX_DEVICES, MAX_TASKS, parse_count
 from cluster.host.runtime import registry, tensorboard
 from cluster.system.errors import UsageError, nearest
+from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND, either
-from cluster.system.paths import ROOT
 
 TYPES = {int: "integer", str: "string", bool: "boolean", list: "array of strings"}
 _TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (bool,), Sequence[str]: (list,)}
@@ -101,8 +101,11 @@ def option(empty: Any = "", **more: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """The options under `Group.TRAINS`."""
+class Request:
+    """The request of a command: the options in the order of `request.toml`, which has their groups, then other fields.
+
+    Options that were left out are None, empty or False.
+    """
 
     workers: int | None = option(None, bounds=(0, MAX_TASKS))
     ps: int | None = option(None, bounds=(0, MAX_TASKS))
@@ -126,11 +129,6 @@ class TrainingOptions:
     env: Sequence[str] = ()
     secret: Sequence[str] = option((), is_path=True)
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementOptions:
-    """The options under `Group.RUNS`."""
-
     runtime: str = ""
     network: str = ""
     keep_warm: str = option(needs=Needs.SHARED_IMPORT)
@@ -143,11 +141,6 @@ class PlacementOptions:
     nodes: int | None = option(None, bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE)
     cpus_per_task: int | None = option(None, bounds=(1, MAX_PER_JOB), needs=Needs.QUEUE)
     gpus_per_task: int | None = option(None, bounds=(0, MAX_DEVICES), needs=Needs.QUEUE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecoveryOptions:
-    """The options under `Group.KEPT`."""
 
     checkpoint_every: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="checkpoint-every")
     check_replicas: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="check-replicas")
@@ -163,21 +156,11 @@ class RecoveryOptions:
     mirror: str = option(needs=Needs.TRAINER)
     fresh: bool = option(False, needs=Needs.NEW_RUN)
 
-
-@dataclass(frozen=True, kw_only=True)
-class MonitoringOptions:
-    """The options under `Group.WATCHED`."""
-
     tensorboard_port: str = option(types=WORD_OR_NUMBER, bounds=(0, 65535))
     metrics_port: int | None = option(None, bounds=(0, 65535))
     detach: bool = False
     tag: Sequence[str] = ()
     note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOptions):
-    """The request of a command. Options that were left out are None, empty or False."""
 
     again: str = ""
     """The run to repeat in a separate folder."""
@@ -226,8 +209,6 @@ class Request(MonitoringOptions, RecoveryOptions, PlacementOptions, TrainingOpti
         return f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-GROUPS = (TrainingOptions, PlacementOptions, RecoveryOptions, MonitoringOptions)
-"""The options of each group, in the order of `Group`."""
 _VALUES = {
     "command": COMMAND,
     "hang_timeout": f"{HANG_TIMEOUT_S:g}",
@@ -243,15 +224,15 @@ _VALUES = {
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
-def _option(field: dataclasses.Field[Any], group: Group) -> Option:
-    words: dict[str, Any] = {key: template.format(**_VALUES) for key, template in _TEXTS[field.name].items()}
-    return Option(**{"name": field.name, "group": group, "types": _TYPES[field.type], **words, **field.metadata})
+def _option(field: dataclasses.Field[Any], group: str, texts: Mapping[str, str]) -> Option:
+    words: dict[str, Any] = {key: template.format(**_VALUES) for key, template in texts.items()}
+    kind = {"name": field.name, "group": Group[group], "types": _TYPES[field.type]}
+    return Option(**kind | words | field.metadata)
 
 
-OPTIONS: dict[str, Option] = {
-    field.name: _option(field, group)
-    for group, options in zip(Group, GROUPS, strict=False)  # `Group.COMMAND` has none
-    for field in dataclasses.fields(options)
+_FIELDS = {field.name: field for field in dataclasses.fields(Request)}
+OPTIONS = {
+    name: _option(_FIELDS[name], group, texts) for group, named in _TEXTS.items() for name, texts in named.items()
 }
 
 

@@ -24,8 +24,8 @@ from typing import Any
 from cluster.contract import settings
 from cluster.host.options.request import OPTIONS, TYPES, Group, Option, Request
 from cluster.system.errors import UsageError, nearest
+from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND, short_path
-from cluster.system.paths import ROOT
 
 TRAIN, ARGS = "train", "args"
 USERS = ("keep_warm",)

@@ -65,7 +65,7 @@ def list_runs(runs_dir: Path) -> list[dict[str, Any]]:
 
 
 def choose_runs(found: list[dict[str, Any]], sort: str, reverse: bool, filters: Sequence[str], limit: int) -> list[Any]:
-    """Return the rows that pass all filters, sorted by a key, missing values last; 0 is no limit."""
+    """Return the rows that pass all filters, sorted by a key, missing values last; at most `limit`, or all for 0."""
     if sort and sort not in KEYS:
         raise UsageError(f"--sort {sort!r}: expected {', '.join(KEYS)}{nearest(sort, KEYS)}")
     for each in filters:

@@ -8,6 +8,7 @@ tasks share.
 """
 
 import contextlib
+import hashlib
 import os
 import signal
 import sys
@@ -357,6 +358,11 @@ class ScheduledRuntime(Runtime):
         except PrerequisiteError as error:
             raise PrerequisiteError(f"{error}; {self.way_back}") from error
         return {run.name for run in ours if self.scheduled_name(run) in scheduled}
+
+
+def path_digest(path: Path) -> str:
+    """Return eight characters that distinguish an engine's or scheduler's names for the same name in other folders."""
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
 
 
 def recorded_runtime(run: RunFolder) -> str:

@@ -4,7 +4,6 @@
 adds one explicit service for each task, since the replicas of a scaled service have no index.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -22,12 +21,12 @@ from cluster.contract.spec import Task
 from cluster.host import nvidia
 from cluster.host.image import engine, images
 from cluster.host.runtime import resources
-from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
-from cluster.host.runtime.payload import Payload, container_variables, with_variables
+from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload, path_digest
+from cluster.host.runtime.payload import Payload, container_variables
 from cluster.system import files, memory
 from cluster.system.errors import ClusterError, PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND
-from cluster.system.paths import ROOT
 
 FILES = ROOT / "compose"
 COMPOSE = ("docker", "compose", "--progress=quiet")
@@ -56,12 +55,7 @@ MEMORY_EATER = ROOT / "docker" / "eat_memory.py"
 def project(run_dir: Path) -> str:
     """Return the Compose project of a run: a readable, valid name, unique for each run folder on this machine."""
     slug = re.sub(r"[^a-z0-9_-]+", "-", run_dir.name.lower()).strip("-_")[:32]
-    return f"tf-cluster-{slug}-{_digest(run_dir)}"
-
-
-def tensorboard_project(runs_dir: Path) -> str:
-    """Return the Compose project of the TensorBoard that shows a folder of runs."""
-    return f"tf-cluster-tensorboard-{_digest(runs_dir)}"
+    return f"tf-cluster-{slug}-{path_digest(run_dir)}"
 
 
 def task_user() -> str:
@@ -83,11 +77,7 @@ def _has_way_out(work: Workload) -> bool:
 
 def literal(value: Any) -> Any:
     """Return the value with every dollar sign doubled: Compose takes a single one as the start of a variable."""
-    if isinstance(value, dict):
-        return {key: literal(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [literal(part) for part in value]
-    return value.replace("$", "$$") if isinstance(value, str) else value
+    return json.loads(json.dumps(value).replace("$", "$$"))
 
 
 def _service(work: Workload, task: Task, networks: Sequence[str]) -> dict[str, Any]:
@@ -134,10 +124,6 @@ def describe_task(work: Workload, task: Task) -> dict[str, Any]:
         "labels": {RUN_LABEL: work.run.name, TASK_LABEL: task.name},
     }
     return service | ({"command": command} if (command := seen.command()) else {})
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
 
 
 def check_readable(payload: Payload) -> None:
@@ -198,13 +184,6 @@ def run_ending(command: str, sh: Callable[[str], object], subject: str) -> None:
             fix = f"start the engine, then `{COMMAND} down` again"
             raise PrerequisiteError(f"{subject}: {answer.detail}; {fix}") from error
         raise
-
-
-def tensorboard_command(runs_dir: Path, port: int, *words: str) -> str:
-    """Return a `docker compose` command for the TensorBoard of `runs_dir`, on 127.0.0.1:`port`."""
-    settings = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": task_user()}
-    command = [*OUR_COMPOSE, "-p", tensorboard_project(runs_dir), "--profile", "tensorboard", *words]
-    return with_variables(settings, shlex.join(command))
 
 
 class ContainerFaults(FaultInjector):

@@ -7,8 +7,6 @@ that happen to be set, such as the TF_CONFIG of another cluster, and no secret r
 extends the list.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cluster.contract import settings
 from cluster.contract.spec import ClusterSpec
@@ -124,7 +122,7 @@ class Payload:
     secrets: Mapping[str, Path] = field(default_factory=dict)
     """The files with the values of secret variables, by variable."""
 
-    def mounted(self) -> Payload:
+    def mounted(self) -> Self:
         """Return the payload with its paths inside containers, see `mounts`."""
         return replace(
             self,

@@ -1,6 +1,7 @@
 """TensorBoard, one for all runs of a folder, in a container or as a local process."""
 
 import os
+import shlex
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from cluster.contract.run.launch_records import Process
 from cluster.contract.run.logs import last_line
 from cluster.contract.schema import Count, Record, dictionary
 from cluster.host.runtime import compose_runtime
+from cluster.host.runtime.base import path_digest
+from cluster.host.runtime.payload import with_variables
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError, TimedOut
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND
-from cluster.system.paths import ROOT
 from cluster.system.ports import open_listener
 from cluster.system.waiting import wait_until
 
@@ -35,6 +38,18 @@ PROCESS, CONTAINER = "local", "docker"
 def address(port: int) -> str:
     """Return TensorBoard's URL for a browser."""
     return f"http://127.0.0.1:{port}"
+
+
+def compose_project(runs_dir: Path) -> str:
+    """Return the Compose project of the TensorBoard that shows a folder of runs."""
+    return f"tf-cluster-tensorboard-{path_digest(runs_dir)}"
+
+
+def compose_command(runs_dir: Path, port: int, *words: str) -> str:
+    """Return a `docker compose` command for the TensorBoard of `runs_dir`, on 127.0.0.1:`port`."""
+    variables = {"RUNS_DIR": str(runs_dir), "TENSORBOARD_PORT": str(port), "TASK_USER": compose_runtime.task_user()}
+    command = [*compose_runtime.OUR_COMPOSE, "-p", compose_project(runs_dir), "--profile", "tensorboard", *words]
+    return with_variables(variables, shlex.join(command))
 
 
 def running_port(runs_dir: Path) -> int | None:
@@ -82,7 +97,7 @@ def start(
         record: dict[str, Any] = {"runtime": board, "port": port}
         if board == CONTAINER:
             write_json(_record_path(runs_dir), record)  # first, for the leftovers of a failed start
-            sh(compose_runtime.tensorboard_command(runs_dir, port, *compose_runtime.UP, "tensorboard"))
+            sh(compose_command(runs_dir, port, *compose_runtime.UP, "tensorboard"))
         else:
             record["process"] = processes.identity(_start_process(runs_dir, port))
             write_json(_record_path(runs_dir), record)
@@ -105,7 +120,7 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
     if record["runtime"] == CONTAINER:
         ended = _container_runs(runs_dir)
         words = ("down", "--timeout", "5", "--volumes")
-        command = compose_runtime.tensorboard_command(runs_dir, record["port"], *words)
+        command = compose_command(runs_dir, record["port"], *words)
         compose_runtime.run_ending(command, sh, "TensorBoard is in a container, which may continue")
     else:
         ended = processes.end(record["process"])
@@ -129,7 +144,7 @@ def _record(runs_dir: Path) -> dict[str, Any] | None:
 
 
 def _container_runs(runs_dir: Path) -> bool:
-    return compose_runtime.is_running(compose_runtime.tensorboard_project(runs_dir))
+    return compose_runtime.is_running(compose_project(runs_dir))
 
 
 def _start_process(runs_dir: Path, port: int) -> int:

@@ -8,7 +8,7 @@ imports. They are in the machine's network; the supervisor enters the run's priv
 With `--keep-warm` the process stays for the next `up` of this checkout. It listens on a socket in the user's runtime
 folder and forks a supervisor for each connection. Like every process that forks (`cluster/system/fork_server.py`), it
 has only imported modules. A fork refuses a run for which a new process would behave differently: with other variables
-or limits, or after a change to the imported files (`cluster/system/loaded.py`).
+or limits, or after a change to the imported files (`loaded.py`).
 """
 
 import contextlib
@@ -36,12 +36,11 @@ from cluster.contract import settings, user_code
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import namespaces, supervisor
+from cluster.host.runtime.loaded import Loaded, circumstances, sha256_of
 from cluster.host.runtime.resources import PRIVATE
 from cluster.system import fork_server, memory, processes
 from cluster.system.errors import EXIT_FAILED
-from cluster.system.files import open_file
-from cluster.system.loaded import Loaded, circumstances, sha256_of
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT, open_file
 
 KILL = b"\2"
 """The byte, not a message, by which `up` requests that the program is killed."""
@@ -96,8 +95,7 @@ class ForkedProgram:
 def receive_number(connection: socket.socket) -> int | None:
     """Return the number that the other side sends; None if it has ended. Raises TimeoutError after a timeout."""
     with contextlib.suppress(ConnectionError, struct.error):
-        number: int = struct.unpack("i", connection.recv(4))[0]
-        return number
+        return int(struct.unpack("i", connection.recv(4))[0])
     return None
 
 

@@ -4,7 +4,6 @@ The job runs `cluster/agent/schedulers/slurm.py` on its nodes. Slurm's clients w
 not answer. So after a failure, Slurm is not queried again for a while, however many runs a command examines.
 """
 
-import hashlib
 import shlex
 import string
 import sys
@@ -19,14 +18,13 @@ from cluster.contract.run.launch_records import TaskAddress
 from cluster.host.image.engine import Availability
 from cluster.host.nvidia import NO_DEVICE
 from cluster.host.runtime import resources
-from cluster.host.runtime.base import FaultInjector, Finding, ScheduledRuntime, Shell, Workload
+from cluster.host.runtime.base import FaultInjector, Finding, ScheduledRuntime, Shell, Workload, path_digest
 from cluster.host.runtime.payload import process_variables
 from cluster.host.runtime.resources import Network
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
-from cluster.system.files import open_file
+from cluster.system.files import ROOT, open_file
 from cluster.system.messages import last_output_line
-from cluster.system.paths import ROOT
 from cluster.system.waiting import wait_until
 
 ANSWER_S = 30.0
@@ -270,7 +268,7 @@ class Slurm(ScheduledRuntime):
 
 def job_name(run: RunFolder) -> str:
     """Return the name of the run's job: readable, and unique for each run folder of a user."""
-    return f"tf-cluster-{run.name}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
+    return f"tf-cluster-{run.name}-{path_digest(run.path)}"
 
 
 def _sbatch(work: Workload) -> str:

@@ -261,8 +261,8 @@ def test_nobody_is_taken_in_unasked_or_while_the_run_stops(returned, monkeypatch
 
 def test_a_task_that_waits_answers_only_its_generation(returned):
     chief, worker = (returned.load_cluster().task(name) for name in ("chief", "worker-1"))
-    wait_for(lambda: rendezvous.reaches(chief, worker, joining.generation_token(returned, 1), 1), "an answer")
-    assert not rendezvous.reaches(chief, worker, joining.generation_token(returned, 0), 1)
+    wait_for(lambda: not rendezvous.dial(chief, worker, joining.generation_token(returned, 1), 1), "an answer")
+    assert rendezvous.dial(chief, worker, joining.generation_token(returned, 0), 1)
 
 
 def test_a_withdrawn_stop_does_not_bring_in_who_was_left_out(without):

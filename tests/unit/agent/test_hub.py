@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import connection, hub, run_view
-from cluster.agent.connection import Channel
+from cluster.agent import hub, run_view
 from cluster.agent.hub import urgent
 from cluster.agent.run_view import RunView
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop, Generation
+from cluster.system import connection
+from cluster.system.connection import Channel
 from tests.support.waiting import wait_for
 
 

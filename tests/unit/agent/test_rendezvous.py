@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import connection, rendezvous
+from cluster.agent import rendezvous
 from cluster.contract import spec
 from cluster.contract.spec import ClusterSpec, Task
+from cluster.system import connection
 from cluster.system.errors import EXIT_TIMEOUT, TimedOut
 from cluster.system.ports import free_ports
 from tests.support.waiting import wait_for
@@ -182,7 +183,7 @@ def test_a_port_is_waited_for_until_its_holder_has_ended():
 def test_who_does_not_know_the_token_cannot_pass_as_a_task(three):
     chief = arrive(three, "chief", timeout_s=1)
     for token in ("run/1", "name/0", "run/0 worker-0", ""):
-        assert rendezvous._dial(three.task("worker-0"), three.task("chief"), token, 5)
+        assert rendezvous.dial(three.task("worker-0"), three.task("chief"), token, 5)
     error = chief.exception(10)
     assert isinstance(error, rendezvous.Incomplete)
     assert {"worker-0", "worker-1"} == error.missing
@@ -191,7 +192,7 @@ def test_who_does_not_know_the_token_cannot_pass_as_a_task(three):
 def test_an_answer_of_another_task_does_not_count(three):
     chief = arrive(three, "chief", timeout_s=1)
     moved = replace(three.task("worker-1"), port=three.task("chief").port)
-    wait_for(lambda: "is not worker-1" in rendezvous._dial(three.task("worker-0"), moved, "run/0", 5), "the chief")
+    wait_for(lambda: "is not worker-1" in rendezvous.dial(three.task("worker-0"), moved, "run/0", 5), "the chief")
     assert isinstance(chief.exception(10), rendezvous.Incomplete)
 
 
@@ -271,13 +272,13 @@ class Gathering:
 
 def test_where_a_hub_is_heard_each_greets_two(monkeypatch):
     cluster = spec.build(7).listening(free_ports(8))
-    gathering, dial, dialed = Gathering(cluster), rendezvous._dial, set()
+    gathering, dial, dialed = Gathering(cluster), rendezvous.dial, set()
 
     def note(task: Task, other: Task, *words: object) -> str:
         dialed.add((task.name, other.name))
         return dial(task, other, *words)
 
-    monkeypatch.setattr(rendezvous, "_dial", note)
+    monkeypatch.setattr(rendezvous, "dial", note)
     arrivals = [arrive(cluster, task.name, view=gathering.of(task.name)) for task in cluster.tasks]
     assert [None] * 8 == [arrival.exception(10) for arrival in arrivals]
     assert len(dialed) <= 2 * 8

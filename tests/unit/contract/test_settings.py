@@ -12,7 +12,7 @@ from cluster.host.launch import folders
 from cluster.host.launch.user_files import check_script
 from cluster.host.options.request import Request
 from cluster.system.errors import PrerequisiteError, UsageError
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from tests.support.launching import refusal
 
 

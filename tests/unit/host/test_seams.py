@@ -24,8 +24,8 @@ from cluster.host.runtime.local_runtime import ProcessFaults, processes_of
 from cluster.host.view.status import read_status
 from cluster.system import processes
 from cluster.system.errors import EXIT_DONE, UsageError
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from tests import fast
 from tests.support.launching import Commands

@@ -27,7 +27,7 @@ from cluster.host.launch import configuration, folders, planning, startup
 from cluster.host.launch.user_files import check_script
 from cluster.host.nvidia import Placement
 from cluster.host.options.request import Request
-from cluster.host.runtime import compose_runtime, registry, supervisor
+from cluster.host.runtime import compose_runtime, registry, supervisor, tensorboard
 from cluster.host.runtime.compose_runtime import ContainerFaults
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
@@ -166,7 +166,7 @@ def test_commands_on_folders_and_datasets_are_the_words_that_were_meant(folder, 
     words = words_of(compose_runtime.overlay_command(overlay, "up", "chief", "worker-0"))[1]
     assert str(overlay) in words
     assert ["chief", "worker-0"] == words[-2:]
-    variables, words = words_of(compose_runtime.tensorboard_command(Path("/") / folder, 6006, "up"))
+    variables, words = words_of(tensorboard.compose_command(Path("/") / folder, 6006, "up"))
     assert (f"/{folder}", ["docker", "compose"]) == (variables["RUNS_DIR"], words[:2])
     variables, words = words_of(startup.data_command("prepare", name, variables=startup.user_variables(path)))
     assert ["--name", name] == words[4:6]

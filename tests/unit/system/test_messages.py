@@ -15,8 +15,8 @@ from cluster.host.launch import configuration
 from cluster.host.options.request import Request
 from cluster.system import processes, terminal
 from cluster.system.errors import ClusterError, TimedOut, UsageError
+from cluster.system.files import ROOT
 from cluster.system.messages import NOISE, described, system_error
-from cluster.system.paths import ROOT
 from tests.support.launching import refusal
 from tests.support.waiting import wait_for
 

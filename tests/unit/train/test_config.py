@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.system.errors import UsageError
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from tests.support import own_module
 from train import presets
 from train.config import Optimizer, TrainConfig

@@ -12,8 +12,8 @@ from invoke import Exit
 from cluster.contract import settings
 from cluster.host.cli.command_line import task
 from cluster.system.errors import UsageError, nearest
+from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND, either, short_path
-from cluster.system.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 KINDS = ("images", "table", "text", "segmentation", "tagging", "autoencoder", "recommender", "forecast")

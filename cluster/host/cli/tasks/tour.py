@@ -16,8 +16,8 @@ from invoke import Exit
 from cluster.host.cli.command_line import ask_user, task
 from cluster.host.launch import folders
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND, counted
-from cluster.system.paths import ROOT
 from cluster.system.terminal import terminal_width
 
 RUN = "first-run"

@@ -14,8 +14,8 @@ from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, EndedAttempt
 from cluster.contract.recovery.step_record import RecordedStep, StepRecord
 from cluster.contract.run.folder import RunFolder
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from train.loops import loop
 from train.loops.actions import EndTraining
 from train.loops.steps import LoopResult, Request, Signals, no_request

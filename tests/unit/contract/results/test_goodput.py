@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from cluster.contract.results import goodput
-from cluster.contract.run.records import Activity, TimeLedger
+from cluster.contract.run.records import TimeLedger
 
 
 def ledger(generation: int, began: float, first_step_at: float | None, updated_at: float, **values: Any) -> TimeLedger:
     """Return the chief's ledger of a generation, in seconds from the run's start."""
-    seconds = Activity(**{"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0} | values.pop("seconds", {}))
+    seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0} | values.pop("seconds", {})
     known = {"first": 0, "step": 0, "timed_steps": 0, "seconds": seconds} | values
     return TimeLedger(generation=generation, began=began, first_step_at=first_step_at, updated_at=updated_at, **known)
 

@@ -14,7 +14,7 @@ from cluster.host.runtime import resources as limits
 from cluster.host.runtime.base import Finding
 from cluster.host.runtime.namespaces import Refusal
 from cluster.host.schedulers import slurm_runtime as slurm
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from cluster.system.ports import free_ports
 
 

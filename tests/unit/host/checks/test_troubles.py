@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.system.errors import EXIT_FAILED, EXIT_PREREQUISITE
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
 ROWS = re.findall(r"^\| `(.*?)` \| .+ \| .+ \|$", PAGE.read_text(), re.MULTILINE)

@@ -14,8 +14,8 @@ from cluster.host.cli import parsing
 from cluster.host.launch import folders, planning
 from cluster.host.options.request import OPTIONS, Group, Request
 from cluster.system.errors import PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from tests.support.command_line import context, invoke, options, refusal
 
 

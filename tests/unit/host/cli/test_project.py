@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 import tasks
 from cluster.host.runtime import tensorboard
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from tests.support.command_line import invoke
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

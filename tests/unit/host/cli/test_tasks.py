@@ -22,8 +22,8 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
 from cluster.system.errors import EXIT_USAGE, TimedOut
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from tests.support.beats import beat
 from tests.support.command_line import commands, context, current, invoke, refusal
 

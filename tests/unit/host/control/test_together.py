@@ -17,8 +17,8 @@ from cluster.host.control import ending, scaling
 from cluster.host.launch import teardown
 from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_DONE, EXIT_HUNG_UP, EXIT_INTERRUPTED, PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.json_files import read_json
-from cluster.system.paths import ROOT
 from tests import fast
 from tests.support.launching import Commands
 from tests.support.waiting import wait_for

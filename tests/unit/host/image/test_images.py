@@ -15,7 +15,7 @@ from cluster.host.cli.tasks import preparing
 from cluster.host.image import checkout, engine, images
 from cluster.host.image.engine import Availability
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, PrerequisiteError, UsageError
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from tests.support.command_line import refusal
 
 DIGEST = "sha256:" + "a" * 64

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from cluster.host.image import locks
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 
 FOLDER = ROOT / locks.DIRECTORY
 INSTALLED = ("build", "host", "train-cpu", "tensorboard", "dev")

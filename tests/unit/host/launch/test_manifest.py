@@ -6,8 +6,8 @@ from pathlib import Path
 from cluster.host.image import checkout
 from cluster.host.launch import startup
 from cluster.host.runtime.payload import Payload
+from cluster.system.files import ROOT
 from cluster.system.json_files import read_json
-from cluster.system.paths import ROOT
 
 
 def test_a_manifest_says_what_ran_and_how(stopped_run):

@@ -15,8 +15,8 @@ from cluster.contract.run import owner
 from cluster.host.launch import metrics_server, planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.system.errors import EXIT_PREREQUISITE, PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from tests.support.beats import LEDGER, beat, end, save
 from tests.support.exposition import Page, read_page, scrape

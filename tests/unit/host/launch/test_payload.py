@@ -165,7 +165,7 @@ def test_files_are_copied_so_that_a_repeated_run_finds_them(trained, make_run):
     found = user_files.find_weights(str(prefix))
     run = make_run("tuned")
     user_files.copy_weights(found, run.init)
-    assert {"ckpt-5.index", "ckpt-5.data-00000-of-00001"} == set(user_files.hash_weights(run.init))
+    assert {"ckpt-5.index", "ckpt-5.data-00000-of-00001"} == {path.name for path in run.init.iterdir()}
     for path in found:
         path.unlink()
     assert ["ckpt-5.data-00000-of-00001", "ckpt-5.index"] == names_of(user_files.find_weights(str(prefix), run))

@@ -22,8 +22,8 @@ from cluster.host.runtime import compose_runtime, supervisor
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime.local_runtime import LocalProcesses
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.json_files import read_json, write_json
-from cluster.system.paths import ROOT
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, no_shell, refusal
 
 

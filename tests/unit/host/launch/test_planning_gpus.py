@@ -129,7 +129,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
 def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, make_run, monkeypatch):
     nvidia_smi("8-h100-nvswitch")
     run = make_run(workers=1, devices=2)
-    kept = nvidia.Placement({"chief": ("0", "1")}, "4").to_json()
+    kept = {"gpus": "4"}
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": kept})
     provenance.write_note(run)
     monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
@@ -159,7 +159,7 @@ def test_runs_in_progress_keep_their_gpus(resolved, nvidia_smi, docker, monkeypa
     write_json(first.run.compose, first.compose)
     write_json(first.run.config, first.config)
     write_json(first.run.cluster, first.cluster.to_json())
-    write_json(first.run.control / "started.json", {"gpus": first.gpus.to_json()})
+    write_json(first.run.control / "started.json", {"gpus": {"gpus": first.gpus.requested}})
     provenance.write_note(first.run)
     assert [[0], [1]] == ids_of(first) == ids_of(planning.plan(Request(name="next", **requested)))
     monkeypatch.setattr(planning, "in_progress", lambda run: run == first.run)

@@ -19,8 +19,8 @@ from cluster.host.runtime.compose_runtime import MEMORY_EATER
 from cluster.host.runtime.local_runtime import ProcessFaults
 from cluster.system import memory, ports
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
+from cluster.system.files import ROOT
 from cluster.system.json_files import read_json, write_json
-from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from cluster.system.processes import identity
 from tests.support.waiting import wait_for

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cluster.host.runtime import namespaces, supervisor
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from tests.support import doors
 from tests.support.gang import Gang
 from tests.support.waiting import wait_for

@@ -22,8 +22,8 @@ from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
 from cluster.system.errors import PrerequisiteError
+from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
-from cluster.system.paths import ROOT
 from cluster.system.ports import free_ports
 from tests.support.launching import no_shell
 

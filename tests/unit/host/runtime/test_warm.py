@@ -17,11 +17,11 @@ from cluster.contract import user_code
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import ending
-from cluster.host.runtime import namespaces, supervisor, warm
-from cluster.system import loaded, processes
+from cluster.host.runtime import loaded, namespaces, supervisor, warm
+from cluster.system import processes
 from cluster.system.errors import TimedOut
+from cluster.system.files import ROOT
 from cluster.system.json_files import read_json
-from cluster.system.paths import ROOT
 from tests.support.gang import Gang
 from tests.support.launching import no_shell
 from tests.support.waiting import wait_for

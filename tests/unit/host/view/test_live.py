@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cluster.agent import health
+from cluster.agent.schedulers import health
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import TraceAnswer
 from cluster.host.checks import rerun

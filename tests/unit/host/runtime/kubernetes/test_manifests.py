@@ -22,7 +22,7 @@ from cluster.host import kubernetes
 from cluster.host.kubernetes import NAME, Manifest
 from cluster.host.options.request import Request
 from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError
-from cluster.system.paths import ROOT
+from cluster.system.files import ROOT
 from tests.support.command_line import exit_code
 
 CONFIG = {"dataset": "fashion_mnist", "source": "memory", "global_batch": 192}

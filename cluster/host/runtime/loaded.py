@@ -2,12 +2,12 @@
 
 import contextlib
 import hashlib
-import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+
+from cluster.contract.kept_results import State, imported, is_module, state_of
 
 INHERITED = (
     *("Umask:", "Uid:", "Gid:", "Groups:", "SigBlk:", "SigIgn:", "Cap", "NoNewPrivs:", "Seccomp:"),
@@ -16,12 +16,10 @@ INHERITED = (
 """The fields of `/proc/self/status` that a process inherits from its parent."""
 OF_LIBC = 1 << 31 | 1 << 32
 """Signals 32 and 33, which glibc reserves and `posix_spawn` ignores in a new process, as a mask."""
-MODULES, SETTINGS = (*importlib.machinery.all_suffixes(), ".dist-info"), (".pth", ".egg-link")
-"""Suffixes of importable entries in a folder of `sys.path`, and of files there that change this path."""
+SETTINGS = (".pth", ".egg-link")
+"""Suffixes of files in a folder of `sys.path` that change this path."""
 SETTLED_S = 2.0
 """The coarsest timestamps of any file system. A file that changed later could change again with the same `state_of`."""
-
-State = tuple[int, ...]
 
 
 def circumstances() -> list[str]:
@@ -84,32 +82,9 @@ class Loaded:
         return found
 
 
-def is_module(path: str) -> bool:
-    """Whether an entry of a folder in `sys.path` is a module, a package or an installed distribution."""
-    return path.endswith(MODULES) or os.access(f"{path}/__init__.py", os.F_OK)
-
-
-def imported() -> Iterator[str]:
-    """Yield the files of all modules, without triggering the import of lazy modules."""
-    for module in [*sys.modules.values()]:
-        if isinstance(module, ModuleType):
-            file = ModuleType.__getattribute__(module, "__dict__").get("__file__")
-            if isinstance(file, str):
-                yield file
-
-
 def _mapped() -> Iterator[str]:
     """Yield the executable and the libraries that are mapped into this process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, access, _, _, _, *path = line.split(maxsplit=5)
         if "x" in access and path and path[0].startswith("/"):
             yield path[0]
-
-
-def state_of(path: str) -> State:
-    """Return metadata that changes with a file's content; the last value is its ctime, which cannot be set."""
-    try:
-        status = os.stat(path)  # noqa: PTH116  # of thousands of files
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

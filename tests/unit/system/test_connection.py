@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.agent.connection import LENGTH_BYTES, MAX_BYTES, MAX_HANDSHAKE_BYTES, Channel, Refused
+from cluster.system.connection import LENGTH_BYTES, MAX_BYTES, MAX_HANDSHAKE_BYTES, Channel, Refused
 
 TOKEN = "a token of the run"
 

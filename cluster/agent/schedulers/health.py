@@ -1,6 +1,6 @@
 """The health check of containers: whether this task's heartbeat is recent. Prints one line, exits with 0 or 1.
 
-python -m cluster.agent.health     RUN_DIR and TASK in the environment
+python -m cluster.agent.schedulers.health     RUN_DIR and TASK in the environment
 """
 
 import os

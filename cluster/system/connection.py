@@ -1,4 +1,4 @@
-"""Authenticated connections between two agents: the protocol, its server, and its client.
+"""Authenticated connections between two processes: the protocol, its server, and its client.
 
     server -> client   a nonce
     client -> server   a nonce, its proof, its task's name
@@ -13,8 +13,6 @@ Anyone on the network can connect. So a server never blocks on one connection, a
 connections that have not sent a proof yet.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json
@@ -23,7 +21,7 @@ import selectors
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 from cluster.system.json_files import parse_json
 
@@ -287,7 +285,7 @@ class Client:
             self._socket.close()
             raise
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

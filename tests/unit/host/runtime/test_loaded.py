@@ -9,8 +9,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cluster.system import loaded
-from cluster.system.loaded import Loaded, sha256_of
+from cluster.contract import kept_results
+from cluster.host.runtime import loaded
+from cluster.host.runtime.loaded import Loaded, sha256_of
 from tests.support.waiting import wait_for
 
 TREES = 1000
@@ -32,7 +33,8 @@ def tree(tmp_path, monkeypatch) -> Path:
     for name, module in modules.items():
         module.__file__ = str(tmp_path / "tree" / "second" / MODULES[name])
     path = [str(tmp_path / "tree" / folder) for folder in ("first", "second")]
-    monkeypatch.setattr(loaded, "sys", SimpleNamespace(modules=modules, path=path))
+    for module in (loaded, kept_results):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(modules=modules, path=path))
     monkeypatch.setattr(loaded, "_mapped", lambda: ())
     monkeypatch.setattr(loaded, "SETTLED_S", 0.0)  # of this machine; the clock's ticks are waited for
     return renew(tmp_path / "tree")
