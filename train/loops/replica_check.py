@@ -23,7 +23,7 @@ from cluster.system.files import remove
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, every
 from train.model.gradients import GradientPolicy
-from train.saving.snapshots import checksum, read_octets
+from train.saving.snapshots import Gather, checksum, read_octets
 from train.saving.trees import unwrap
 
 
@@ -39,13 +39,8 @@ class ReplicasDiffer(ClusterError):
 class ReplicaCheck(Periodic):
     """Compares the copies of the variables, see `copied_variables`."""
 
-    def __init__(
-        self, context: TaskContext, variables: Callable[[], Sequence[Any]], gather: Callable[[int], Sequence[int]]
-    ) -> None:
-        """Prepare comparisons with `gather`, a collective operation that collects a number from each replica's task.
-
-        `variables` returns the variables, of either Keras.
-        """
+    def __init__(self, context: TaskContext, variables: Callable[[], Sequence[Any]], gather: Gather) -> None:
+        """Prepare comparisons with `gather`; `variables` returns the variables, of either Keras."""
         spec, task, interval = context.spec, context.task.name, context.config.check_replicas
         self._active = spec.copies_weights and interval != 0
         super().__init__(every(interval if self._active and isinstance(interval, int) else 0))
