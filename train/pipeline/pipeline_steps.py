@@ -43,9 +43,7 @@ class PipelineSteps:
         self._programs = schedule.build_programs(config.pipeline.schedule, task_stages.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if task_stages.whole else edges.TaskEdges(task_stages.pipeline)
         self._stages = {
-            number: StageGraph(
-                context, policy, number, self._edges, self._feed, functools.partial(self._update, number)
-            )
+            number: StageGraph(context, policy, number, self._edges, self._feed, self._update)
             for number in task_stages.held
         }
         self._loop = tf.function(self._trace_loop, autograph=False)
