@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -32,7 +33,8 @@ class ListedExamples:
 
 
 def shard(data_dir: Path, name: str, source: ListedExamples, num_shards: int = 4, **options: Any) -> ShardRecord:
-    return sharding.write_shards(name, data_dir, num_shards=num_shards, open_source=lambda *_: source, **options)
+    with mock.patch.object(sharding, "_open_source", return_value=source):
+        return sharding.write_shards(name, data_dir, num_shards=num_shards, **options)
 
 
 class Numbers:

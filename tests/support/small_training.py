@@ -136,7 +136,8 @@ def training(
     """Return a training of a small model, set up as in a run with these settings."""
     strategy = strategy_called(where)
     replicas = strategy.num_replicas_in_sync
-    config = TrainConfig(optimizer=optimizer, precision=precision)
+    sizes = {"global_batch": GLOBAL_BATCH, "seed": SEED, "micro_batches": micro_batches}
+    config = TrainConfig(optimizer=optimizer, precision=precision, **sizes)
     with strategy.scope(), strategies.precision_policy(precision):
         model = model_of()
         if not elastic:
@@ -149,5 +150,5 @@ def training(
         if shards
         else TrainStep(*what, replicas, micro_batches)
     )
-    feed = feeds.train_feed(strategy, source, 0, GLOBAL_BATCH, SEED, shards, micro_batches)
+    feed = feeds.train_feed(strategy, source, config, cut=shards)
     return Training(train_step, steps.SynchronousSteps(strategy, train_step, feed, STEPS))

@@ -290,8 +290,6 @@ def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
 def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
     """Return the configured callbacks; raise UsageError unless they are a list of callbacks of the Keras in use."""
     reference = context.config.callbacks
-    if not reference:
-        return []
     function = tutorial if reference == "tutorial" else references.load_object("--callbacks", reference)
     callbacks = references.call_user_function("--callbacks", reference, function, context.run.path, context.task.name)
     if not isinstance(callbacks, list) or not all(isinstance(item, keras.callbacks.Callback) for item in callbacks):

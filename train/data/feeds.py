@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from cluster.system.errors import UsageError
 from train import named
+from train.config import TrainConfig
 from train.data import blocks
 from train.data.batches import Batch, BatchSlice, Replicas, VirtualShards, eval_batches, rebatch, without_sharding
 from train.data.dataset_record import Split
@@ -200,17 +201,16 @@ def gathering_feed(examples: Examples, batch_slice: BatchSlice) -> Feed:
 def train_feed(
     strategy: tf.distribute.Strategy,
     source: Source,
-    first_step: int,
-    global_batch: int,
-    seed: int,
+    config: TrainConfig,
+    first_step: int = 0,
     cut: VirtualShards | None = None,
-    micro_batches: int = 1,
 ) -> Feed:
     """Return the training batches of a synchronous strategy's replicas from step `first_step`.
 
-    `cut` has the virtual shards of every global batch; None for one per replica. Each shard has `micro_batches` parts,
-    and `Feed.batch` takes a part's number, counted over all shards.
+    `cut` has the virtual shards of every global batch; None for one per replica. `Feed.batch` takes the number of a
+    micro-batch, counted over all shards.
     """
+    global_batch, seed, micro_batches = config.global_batch, config.seed, config.micro_batches
     replicas = strategy.num_replicas_in_sync
     shards = cut or VirtualShards(replicas, replicas)
     on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)

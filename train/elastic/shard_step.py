@@ -12,7 +12,6 @@ Source: the virtual workers of EasyScale for PyTorch (Li et al., arXiv:2208.1422
 Shapes: n shards of this replica, V shards of all replicas.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -76,7 +75,7 @@ class ElasticTrainStep(TrainStep):
         counts_O = self._counts(batch_of, numbers_n) if self.masked else None
         like = [tf.TensorSpec(tensor.shape, tf.float32) for tensor in weights]
         signature = (like, self.state.specs, tf.TensorSpec([2], tf.float32))
-        with contextlib.nullcontext() if counts_O is None else masks.of_batch(counts_O, self.global_batch):
+        with masks.of_batch(counts_O, self.global_batch):
             gradients, state, results_n2 = tf.map_fn(
                 compute_shard, numbers_n, fn_output_signature=signature, parallel_iterations=1
             )

@@ -184,20 +184,16 @@ class KeepSnapshot(Action):
     """Head start of the clock in seconds, so that snapshots can follow the first, short calls as well."""
 
     def __init__(
-        self,
-        snapshots: MemorySnapshots | None,
-        checkpoint: CheckpointManager,
-        prepare: Callable[[int], float],
-        clock: Callable[[], float] = time.monotonic,
+        self, snapshots: MemorySnapshots | None, checkpoint: CheckpointManager, prepare: Callable[[int], float]
     ) -> None:
         """`prepare` returns the seconds that it waited for slower tasks: no cost, as the next step would wait."""
         self._snapshots, self._checkpoint, self._prepare = snapshots, checkpoint, prepare
-        self._clock, self._began = clock, clock() - self.AHEAD_S
+        self._began = time.monotonic() - self.AHEAD_S
         self._step_s = self._cost_s = self._spent_s = 0.0
 
     def due(self, steps: int) -> bool:
         """Whether a snapshot is due after `steps` further steps, by this task's clock."""
-        passed_s = self._clock() - self._began + steps * self._step_s
+        passed_s = time.monotonic() - self._began + steps * self._step_s
         return self._snapshots is not None and self._spent_s + self._cost_s <= self.SHARE * passed_s
 
     def after(self, progress: CallProgress) -> None:
@@ -205,8 +201,8 @@ class KeepSnapshot(Action):
             self._step_s = progress.seconds / len(progress.result.losses)
         if not progress.result.signals.snapshot or self._snapshots is None:
             return
-        began = self._clock()
+        began = time.monotonic()
         waited_s = self._prepare(progress.step)
         self._checkpoint.keep_snapshot(progress.step, self._snapshots)
-        self._cost_s = self._clock() - began - waited_s
+        self._cost_s = time.monotonic() - began - waited_s
         self._spent_s += self._cost_s

@@ -46,8 +46,7 @@ def train(setup: Setup, rehearsed: Steps | None = None) -> None:
     elif context.asynchronous:
         # Unroll, because a remote worker hangs in a loop that counts unmasked positions before another loop.
         train_step = context.new_train_step(setup.policy, unrolled=masks.may_begin_in(context.model))
-        data, workers = (context.strategy, train_step, context.source), context.worker_records()
-        steps = AsynchronousSteps(*data, workers, seed=config.seed, steps_per_loop=config.steps_per_loop)
+        steps = AsynchronousSteps(context, train_step)
     else:
         steps = rehearsed or _synchronous(setup, first)
     if config.callbacks:
@@ -73,6 +72,5 @@ def _synchronous(setup: Setup, first: int) -> SynchronousSteps:
     if shards := config.bitwise_elastic:
         cut, parts = VirtualShards(shards, replicas), (context.model, setup.policy, context.objective)
         train_step = ElasticTrainStep(*parts, config.global_batch, shards, config.micro_batches, shards=cut)
-    data = context.strategy, context.source, first, config.global_batch, config.seed
-    feed = train_feed(*data, cut, config.micro_batches)
+    feed = train_feed(context.strategy, context.source, config, first, cut)
     return SynchronousSteps(context.strategy, train_step, feed, config.steps_per_loop, context.positions)

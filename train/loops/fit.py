@@ -25,7 +25,7 @@ from train.context import TaskContext
 from train.data.batches import Batch, BatchSlice, Replicas, rebatch
 from train.loops.loop import Loop, Stop
 from train.loops.steps import LoopResult
-from train.loops.train_step import Computed, cast_features, cast_outputs, cut_part
+from train.loops.train_step import cast_features, cast_outputs
 from train.loops.training import Setup, Training
 from train.model import masks, models
 from train.model.export import is_legacy
@@ -171,15 +171,9 @@ class MicroBatches:
         examples = self._step.global_batch // self._step.num_replicas
         data = tf.nest.map_structure(lambda tensor: tf.ensure_shape(tensor, [examples, *tensor.shape[1:]]), data)
         features, labels, *weights = data
-        batch = Batch(features, labels, weights[0] if weights else tf.ones([examples]))
-
-        def compute(micro_batch: tf.Tensor) -> Computed:
-            def batch_of(_part: tf.Tensor) -> Batch:
-                return cut_part(batch, micro_batch, self._step.micro_batches)
-
-            return self._step.compute(batch_of, step, replica, micro_batch)
-
-        shares_12 = self._step.update(self._step.accumulated(compute, lambda function, args: function(*args), ()))
+        args = Batch(features, labels, weights[0] if weights else tf.ones([examples])), step, replica
+        computed = self._step.accumulated(self._step.compute_batch, lambda function, args: function(*args), args)
+        shares_12 = self._step.update(computed)
         if self._separate:
             self.reset()
         for mean, share in zip(self._means, tf.unstack(shares_12[0]), strict=True):

@@ -1,18 +1,16 @@
 """The inner loop under ParameterServerStrategy: the chief schedules slices of steps on free workers."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from cluster.contract.recovery.step_record import StepRecord
+from train.context import TaskContext
 from train.data.batches import Batch, BatchSlice
 from train.data.feeds import train_batch
-from train.data.sources import Source
 from train.loops.steps import LoopResult, Request, no_request
-from train.loops.train_step import Computed, TrainStep, cut_part, repeat
+from train.loops.train_step import TrainStep, repeat
 
 
 class AsynchronousSteps:
@@ -28,21 +26,13 @@ class AsynchronousSteps:
     variables twice.
     """
 
-    def __init__(
-        self,
-        strategy: tf.distribute.ParameterServerStrategy,
-        train_step: TrainStep,
-        source: Source,
-        workers: Sequence[StepRecord],
-        *,
-        seed: int,
-        steps_per_loop: int,
-    ) -> None:
-        """Prepare the steps; the step records `workers` get the last step of each slice once all slices are done."""
+    def __init__(self, context: TaskContext, train_step: TrainStep) -> None:
+        """Prepare the steps; the step records of workers get the last step of each slice once all slices are done."""
+        strategy, source, seed = context.strategy, context.source, context.config.seed
         self._strategy, self._train_step, self._source = strategy, train_step, source
         self._batch_slice = BatchSlice(train_step.global_batch, seed)
-        self._workers = workers
-        self._no_results = tf.fill([steps_per_loop, 2], math.nan)  # NaN: not done yet
+        self._workers = context.worker_records()
+        self._no_results = tf.fill([context.config.steps_per_loop, 2], math.nan)  # NaN: not done yet
         with strategy.scope():
             self._recorded_S2 = tf.Variable(self._no_results, trainable=False, name="recorded")
         # A separate function, so that a control dependency can wait for all of it.
@@ -100,14 +90,8 @@ class AsynchronousSteps:
         return repeat(count, step, tf.zeros(self._no_results.shape))
 
     def _trace_step(self, batch: Batch, step: tf.Tensor) -> tf.Tensor:
-        train_step, run = self._train_step, self._strategy.run
+        train_step, run, args = self._train_step, self._strategy.run, (batch, step, tf.constant(0, tf.int64))
         if not train_step.accumulates:
-            return run(lambda *args: train_step.update(self._compute(*args))[0], args=(batch, step))
-        computed = train_step.accumulated(self._compute, run, (batch, step))
+            return run(lambda *args: train_step.update(train_step.compute_batch(*args))[0], args=args)
+        computed = train_step.accumulated(train_step.compute_batch, run, args)
         return run(lambda computed: train_step.update(computed)[0], args=(computed,))
-
-    def _compute(self, batch: Batch, step: tf.Tensor, micro_batch: tf.Tensor | None = None) -> Computed:
-        def batch_of(part: tf.Tensor) -> Batch:
-            return batch if micro_batch is None else cut_part(batch, part, self._train_step.micro_batches)
-
-        return self._train_step.compute(batch_of, step, tf.constant(0, tf.int64), micro_batch)

@@ -17,16 +17,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Place
-from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError
 from cluster.system.files import remove
+from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, every
 from train.model.gradients import GradientPolicy
-from train.saving.snapshots import checksum, read_octets
+from train.saving.snapshots import Gather, checksum, read_octets
 from train.saving.trees import unwrap
-from train.telemetry.positions import Positions
 
 
 class ReplicasDiffer(ClusterError):
@@ -41,26 +39,15 @@ class ReplicasDiffer(ClusterError):
 class ReplicaCheck(Periodic):
     """Compares the copies of the variables, see `copied_variables`."""
 
-    def __init__(
-        self,
-        spec: ClusterSpec,
-        task: str,
-        interval: int | str,
-        variables: Callable[[], Sequence[Any]],
-        gather: Callable[[int], Sequence[int]],
-        positions: Positions | None = None,
-    ) -> None:
-        """Prepare comparisons with `gather`, a collective operation that collects a number from each replica's task.
-
-        `interval` is the number of steps between comparisons in addition to those before saves; `auto` for only these,
-        0 for none at all. `variables` returns the variables, of either Keras.
-        """
+    def __init__(self, context: TaskContext, variables: Callable[[], Sequence[Any]], gather: Gather) -> None:
+        """Prepare comparisons with `gather`; `variables` returns the variables, of either Keras."""
+        spec, task, interval = context.spec, context.task.name, context.config.check_replicas
         self._active = spec.copies_weights and interval != 0
         super().__init__(every(interval if self._active and isinstance(interval, int) else 0))
         self._tasks = [member.name for member in spec.members] or [task]
         self._task, self._devices = task, spec.devices
         self._variables, self._gather = variables, gather
-        self._positions = positions or Positions()
+        self._positions = context.positions
         self._compared_at = 0
         self._shortest_s = float("inf")
 
@@ -134,9 +121,9 @@ class FlipBit(Action):
     LEAST = 1e-30
     """Numbers of a smaller magnitude soon become zero, whichever bit is flipped."""
 
-    def __init__(self, run: RunFolder, task: str, variables: Callable[[], Sequence[Any]], replicas: int) -> None:
-        self._run, self._task, self._variables, self._replicas = run, task, variables, replicas
-        self._request = run.flip_request(task)
+    def __init__(self, context: TaskContext, variables: Callable[[], Sequence[Any]]) -> None:
+        self._run, self._task, self._replicas = context.run, context.task.name, context.spec.devices
+        self._variables, self._request = variables, context.run.flip_request(context.task.name)
 
     def before(self, step: int) -> None:
         if not self._request.exists():

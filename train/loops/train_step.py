@@ -37,6 +37,9 @@ from train.named import Named
 from train.patches import central_storage, placed_seeds, summed_gradients
 from train.saving.trees import unwrap
 
+Run = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+"""Calls a function on every replica with some arguments, such as `strategy.run`."""
+
 
 class Computed(NamedTuple):
     """A replica's results of a step before any exchange with other replicas."""
@@ -111,6 +114,14 @@ class TrainStep:
         gradients = self.connected(tape.gradient(loss, self.weights, output_gradients=self.policy.loss_gradient))
         return Computed(gradients, loss, score, state)
 
+    def compute_batch(self, batch: Batch, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any = None) -> Computed:
+        """Like `compute`, for a batch that this replica has already, of which a micro-batch is a part."""
+
+        def batch_of(_part: tf.Tensor) -> Batch:
+            return batch if micro_batch is None else cut_part(batch, micro_batch, self.micro_batches)
+
+        return self.compute(batch_of, step, replica, micro_batch)
+
     def connected(self, gradients: list[Any]) -> list[Any]:
         """Record which weights have a gradient; return the gradients unchanged."""
         self._connected.update(place for place, gradient in enumerate(gradients) if gradient is not None)
@@ -180,43 +191,29 @@ class TrainStep:
         state = [old + new for old, new in zip(total.state, part.state, strict=True)]
         return Computed(gradients, total.loss + part.loss, total.score + part.score, state)
 
-    def accumulated(
-        self, compute: Callable[..., Computed], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any], args: Any
-    ) -> Any:
+    def accumulated(self, compute: Callable[..., Computed], run: Run, args: Any) -> Any:
         """Return the sum over the micro-batches on every replica. Call in cross-replica context.
 
         Replicas cannot exchange values, such as averages of BatchNormalization, inside separate loops. So one loop
         calls `run`, such as `strategy.run`, which calls `compute` on every replica with its `args` and a micro-batch's
         number.
         """
-        if not self.masked:
-            return self._over_micro_batches(run, self._add(compute), run(self.zeros, ()), args)
 
         def count(total_O: tf.Tensor, micro_batch: tf.Tensor, *args: Any) -> Any:
             with masks.count_only():
                 return total_O + compute(*args, micro_batch)
 
-        def add_averaged(total: Computed, micro_batch: tf.Tensor, counts_O: tf.Tensor, *args: Any) -> Computed:
+        def add(total: Computed, micro_batch: tf.Tensor, counts_O: Any, *args: Any) -> Computed:
             with masks.of_batch(counts_O, self.global_batch):
-                return self._add(compute)(total, micro_batch, *args)
+                return self.add(total, compute(*args, micro_batch))
 
-        counts = self._over_micro_batches(run, count, run(self.zero_counts, ()), args)
-        counts = run(masks.sum_counts, (counts,))
-        return self._over_micro_batches(run, add_averaged, run(self.zeros, ()), (counts, *args))
+        counts = None
+        if self.masked:
+            counts = self._over_micro_batches(run, count, run(self.zero_counts, ()), args)
+            counts = run(masks.sum_counts, (counts,))
+        return self._over_micro_batches(run, add, run(self.zeros, ()), (counts, *args))
 
-    def _add(self, compute: Callable[..., Computed]) -> Callable[..., Computed]:
-        def add(total: Computed, micro_batch: tf.Tensor, *args: Any) -> Computed:
-            return self.add(total, compute(*args, micro_batch))
-
-        return add
-
-    def _over_micro_batches(
-        self,
-        run: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
-        function: Callable[..., Any],
-        start: Any,
-        args: tuple[Any, ...],
-    ) -> Any:
+    def _over_micro_batches(self, run: Run, function: Callable[..., Any], start: Any, args: tuple[Any, ...]) -> Any:
         def body(micro_batch: tf.Tensor, total: Any) -> Any:
             return run(function, (total, micro_batch, *args))
 

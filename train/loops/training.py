@@ -65,14 +65,8 @@ class Training:
         self.trace = Trace(context.run, context.task.name)
         self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
         self._evaluate = Evaluate(context, self.report, new_evaluation, self.callbacks)
-        self._check = ReplicaCheck(
-            context.spec,
-            context.task.name,
-            context.config.check_replicas,
-            lambda: copied_variables(context.model, setup.policy),  # every replica has a copy of these
-            setup.gather,
-            context.positions,
-        )
+        # Every replica has a copy of these.
+        self._check = ReplicaCheck(context, lambda: copied_variables(context.model, setup.policy), setup.gather)
         self.save = Save(context, self.report, checkpoint, first, self._prepare)
         self.keep = KeepSnapshot(setup.snapshots, checkpoint, self._prepare)
         # Under parameter servers the chief decides alone.
@@ -93,13 +87,8 @@ class Training:
     def actions(self, *, batches: bool) -> list[Action]:
         """Return the actions in order; without `batches`, the caller traces and calls the user's callbacks itself."""
         context = self._context
-        flip = FlipBit(
-            context.run,
-            context.task.name,
-            # A difference in these lasts, as every replica updates its copies by itself.
-            lambda: [*context.model.trainable_variables, *self._setup.policy.optimizer.variables],
-            context.spec.devices,
-        )
+        # A difference in these lasts, as every replica updates its copies by itself.
+        flip = FlipBit(context, lambda: [*context.model.trainable_variables, *self._setup.policy.optimizer.variables])
         every_call = [
             flip if context.spec.copies_weights else None,
             self.trace if batches else None,

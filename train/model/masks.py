@@ -85,9 +85,9 @@ def count_only() -> AbstractContextManager[None]:
     return _set(_counting, True)
 
 
-def of_batch(counts_O: tf.Tensor, examples: int) -> AbstractContextManager[None]:
-    """Average over a batch whose unmasked positions were counted in all of its parts."""
-    return _set(_batch, (counts_O, examples))
+def of_batch(counts_O: tf.Tensor | None, examples: int) -> AbstractContextManager[None]:
+    """Average over a batch whose unmasked positions were counted in all of its parts, or None."""
+    return _set(_batch, None if counts_O is None else (counts_O, examples))
 
 
 def average_over_batch(outputs: Sequence[Any]) -> AbstractContextManager[None]:

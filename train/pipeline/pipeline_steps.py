@@ -39,14 +39,11 @@ class PipelineSteps:
         self._asynchronous = config.pipeline.schedule == "pipedream"
         assert context.source.in_memory  # the plan refuses others
         shards = VirtualShards(task_stages.pipelines, task_stages.pipelines)
-        data = context.strategy, context.source, 0, config.global_batch, config.seed, shards, config.micro_batches
-        self._feed = feeds.train_feed(*data)
+        self._feed = feeds.train_feed(context.strategy, context.source, config, cut=shards)
         self._programs = schedule.build_programs(config.pipeline.schedule, task_stages.stages, config.micro_batches)
         self._edges: edges.Edges = edges.LocalEdges() if task_stages.whole else edges.TaskEdges(task_stages.pipeline)
         self._stages = {
-            number: StageGraph(
-                context, policy, number, self._edges, self._feed, functools.partial(self._update, number)
-            )
+            number: StageGraph(context, policy, number, self._edges, self._feed, self._update)
             for number in task_stages.held
         }
         self._loop = tf.function(self._trace_loop, autograph=False)

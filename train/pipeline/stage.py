@@ -28,8 +28,8 @@ from train.patches import placed_seeds
 from train.pipeline.edges import GRADIENTS, VALUES, Edges
 from train.pipeline.schedule import Instruction, Opcode
 
-Update = Callable[[Sequence[tf.Tensor], int], tf.Tensor]
-"""Applies the gradients of the stage's variables after a micro-batch; returns 0, or NaN if training must end."""
+Update = Callable[[int, Sequence[tf.Tensor], int], tf.Tensor]
+"""Applies the gradients of a stage's variables after a micro-batch; returns 0, or NaN if training must end."""
 
 
 class StageGraph:
@@ -174,7 +174,7 @@ class StageGraph:
     def _do_update(self, at: int) -> None:
         with tf.control_dependencies([self._chain[-1]]):
             self._state.assign(self._states, list)  # one replica: nothing to add up
-            self._flags.append(self._update(self.sums, at))
+            self._flags.append(self._update(self._number, self.sums, at))
         self._sums = None
         self._chain.append(self._flags[-1])
 

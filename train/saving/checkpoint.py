@@ -6,7 +6,7 @@ tasks can read.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from cluster.contract.recovery import checkpoint_files
 from cluster.contract.recovery.checkpoint_files import NO_CHECKPOINT, Saved
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
-from train.saving.snapshots import MemorySnapshots
+from train.saving.snapshots import Gather, MemorySnapshots
 from train.saving.trees import Joint, Mirror, Snapshot, unwrap
 
 
@@ -78,9 +78,7 @@ class CheckpointManager:
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def restore(
-        self, gather: Callable[[int], Sequence[int]] = lambda step: [step], snapshots: MemorySnapshots | None = None
-    ) -> int:
+    def restore(self, gather: Gather = lambda step: [step], snapshots: MemorySnapshots | None = None) -> int:
         """Restore the newest snapshot, or else the newest checkpoint that all tasks can read; return the steps done.
 
         Newer checkpoints, which are damaged or unreadable for some task, are set aside. `gather` is a collective

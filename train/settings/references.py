@@ -48,13 +48,17 @@ def load_object(option: str, reference: str) -> Any:
 
 
 @contextlib.contextmanager
-def user_errors(subject: str, error_class: type[ClusterError] = UsageError) -> Iterator[None]:
+def user_errors(
+    subject: str, error_class: type[ClusterError] = UsageError, *, except_retryable: bool = False
+) -> Iterator[None]:
     """Context manager that turns any exception of a user's code into a one-line error that begins with `subject`."""
     try:
         yield
     except (ClusterError, GeneratorExit):
         raise
     except BaseException as error:  # an interrupt is the user's code, too: the terminal's does not reach this process
+        if except_retryable and (isinstance(error, MemoryError) or type(error).__name__ in RETRYABLE_ERRORS):
+            raise
         raise error_class(f"{subject}: {described(error)}") from error
 
 
@@ -71,14 +75,8 @@ def accepts_arguments(function: Callable[..., Any], *arguments: Any) -> bool:
 
 def call_user_function(option: str, reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a user's function; turn its exceptions into UsageErrors, except those in `RETRYABLE_ERRORS`."""
-    try:
+    with user_errors(f"{option} {reference!r}", except_retryable=True):
         return function(*arguments)
-    except ClusterError:
-        raise
-    except BaseException as error:
-        if isinstance(error, MemoryError) or type(error).__name__ in RETRYABLE_ERRORS:
-            raise
-        raise UsageError(f"{option} {reference!r}: {described(error)}") from error
 
 
 def code_dir(reference: str) -> Path | None:

@@ -100,8 +100,9 @@ class Training:
         self.optimizer = policy.optimizer
         objective = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
         step = TrainStep(self.model, policy, objective, EXAMPLES, 1, self.micro_batches)
-        options = {"seed": 7, "steps_per_loop": self.steps_per_loop}
-        self.inner = parameter_server.AsynchronousSteps(strategy, step, self.source, WORKERS, **options)
+        config, records = TrainConfig(seed=7, steps_per_loop=self.steps_per_loop), {"worker_records": lambda: WORKERS}
+        context: Any = SimpleNamespace(strategy=strategy, source=self.source, config=config, **records)
+        self.inner = parameter_server.AsynchronousSteps(context, step)
 
     @property
     def bits(self) -> list[bytes]:

@@ -88,7 +88,7 @@ def test_a_machine_without_a_tpu_is_reported_at_once():
 
 
 def test_every_shape_that_an_update_sees_or_makes_is_static(source, strategy):
-    feed = feeds.train_feed(strategy, source, 0, GLOBAL_BATCH, 7)
+    feed = feeds.train_feed(strategy, source, TrainConfig(global_batch=GLOBAL_BATCH, seed=7))
     losses = steps.SynchronousSteps(strategy, new_step(strategy, Watched), feed, 2)(0, 2).losses
     assert [[4, 12, 12, 1], [4], [4], [], []] == given[:5]  # features, labels, weights, step, replica
     assert {"[4, 12, 12, 1]", "[4]", "[]"} == {str(shape) for shape in given}

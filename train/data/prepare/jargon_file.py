@@ -27,7 +27,7 @@ Decoded = tuple[tuple[str, ...], dict[str, tuple[np.ndarray, np.ndarray]]]
 
 
 class JargonFile:
-    """The text in a data folder; see `train.data.prepare.preparation.Dataset`."""
+    """The text in a data folder; its methods are those of `train.data.prepare.tfds_datasets.TfdsDataset`."""
 
     def __init__(self, name: str, version: str, data_dir: Path) -> None:
         self._path = data_dir / name / version / FILE.name

@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cluster.system import terminal
 from cluster.system.errors import PrerequisiteError, RunFailed
@@ -36,7 +36,8 @@ from train.named import Named
 if TYPE_CHECKING:
     import numpy as np
 
-    from train.data.prepare.jargon_file import Decoded
+    from train.data.prepare.jargon_file import JargonFile
+    from train.data.prepare.tfds_datasets import TfdsDataset
 
 Say = Callable[[str], None]
 Fetch = Callable[[str, Sequence[SourceFile], Path, Say], None]
@@ -46,28 +47,12 @@ FETCHERS: Mapping[str, Fetch] = {
 }
 
 
-class Dataset(Protocol):
-    """Interface of datasets such as `train.data.prepare.tfds_datasets.TfdsDataset`."""
-
-    def source_files(self) -> tuple[SourceFile, ...]: ...
-    def build(self, sources: Path, scratch: Path) -> None: ...
-    def decode(self) -> Decoded: ...
-    def files(self) -> tuple[Path, ...]: ...
-
-
-def prepare_dataset(
-    name: str,
-    data_dir: Path,
-    fresh: bool = False,
-    *,
-    open_dataset: Callable[[str, str, Path], Dataset] | None = None,
-    fetchers: Mapping[str, Fetch] = FETCHERS,
-) -> ArrayRecord:
+def prepare_dataset(name: str, data_dir: Path, fresh: bool = False) -> ArrayRecord:
     """Return the arrays of a dataset in `data_dir`; prepare them if necessary.
 
     Of several processes that call this at the same time, one prepares the arrays and the others wait. With `fresh`,
-    prepared data is decoded again: intact TFDS files are used, damaged ones are replaced. `open_dataset` replaces
-    `TfdsDataset` in tests. Raises PrerequisiteError, with the reason of each source, if no source has the dataset.
+    prepared data is decoded again: intact TFDS files are used, damaged ones are replaced. Raises PrerequisiteError,
+    with the reason of each source, if no source has the dataset.
     """
     if is_user_dataset(name):
         return _prepare_user_dataset(name, data_dir, fresh)
@@ -79,7 +64,7 @@ def prepare_dataset(
         with contextlib.suppress(PrerequisiteError):
             if not fresh:  # another process may have prepared them while this one waited
                 return ArrayRecord.find(data_dir, name, version)
-        return _prepare(name, version, data_dir, open_dataset or _dataset_class(name), fetchers)
+        return _prepare(name, version, data_dir)
 
 
 def say(message: str) -> None:
@@ -102,19 +87,13 @@ def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> ArrayRecord
         return write_arrays(data_dir, name, dataset.version, dataset.splits, **made)
 
 
-def _prepare(
-    name: str,
-    version: str,
-    data_dir: Path,
-    open_dataset: Callable[[str, str, Path], Dataset],
-    fetchers: Mapping[str, Fetch],
-) -> ArrayRecord:
+def _prepare(name: str, version: str, data_dir: Path) -> ArrayRecord:
     started = time.monotonic()
     say(f"preparing {name} {version} in {data_dir}")
-    dataset = open_dataset(name, version, data_dir)
+    dataset = _dataset_class(name)(name, version, data_dir)
     with store.scratch_folder(data_dir, name) as scratch:
         folder = store.path_of(data_dir, "arrays", name, version)
-        attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **fetchers}
+        attempts: dict[str, Fetch | None] = {"TFDS dataset in place": None, **FETCHERS}
         failures = []
         for source, fetch in attempts.items():
             try:
@@ -139,7 +118,7 @@ def _prepare(
     return record
 
 
-def _build(name: str, dataset: Dataset, fetch: Fetch, scratch: Path) -> None:
+def _build(name: str, dataset: JargonFile | TfdsDataset, fetch: Fetch, scratch: Path) -> None:
     files = dataset.source_files()
     sources = scratch / "sources"
     shutil.rmtree(sources, ignore_errors=True)  # files of an earlier source
@@ -203,7 +182,7 @@ def _write_part(path: Path, array: Named, dtypes: tuple[str, ...]) -> dict[str, 
     return {"file": path.name, "shape": array.shape, "dtype": array.dtype.name, **blocks.digests(path)}
 
 
-def _dataset_class(name: str) -> Callable[[str, str, Path], Dataset]:
+def _dataset_class(name: str) -> type[JargonFile] | type[TfdsDataset]:
     from train.data.prepare import jargon_file  # imports NumPy
 
     if name == jargon_file.NAME:

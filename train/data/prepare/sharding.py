@@ -9,10 +9,10 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,9 @@ from train.data.dataset_record import PARTS, VERSIONS, ArrayRecord, Leaf, ShardR
 from train.data.prepare.preparation import prepare_dataset, say
 from train.data.user_dataset import array_of
 
+if TYPE_CHECKING:
+    from train.data.prepare.tfds_datasets import TfdsSource
+
 MAX_SHARDS = 512  # all are open while they are written, and Linux allows a process 1024 open files
 DEFAULT_SHARDS = 8
 MAX_SIZE = 4096
@@ -31,33 +34,14 @@ Example = tuple[Any, ...]
 """Features, label and an optional weight."""
 
 
-class ExampleSource(Protocol):
-    """A source of examples."""
-
-    version: str
-    classes: tuple[str, ...]
-
-    def open(self) -> Mapping[str, int]:
-        """Open the examples, after a download if necessary, and return the numbers of "train" and "test"."""
-
-    def examples(self, split: str) -> Iterator[Example]:
-        """Yield the examples of a split, in the same order every time."""
-
-
 def write_shards(
-    name: str,
-    data_dir: Path,
-    *,
-    num_shards: int | None = None,
-    size: int | None = None,
-    fresh: bool = False,
-    open_source: Callable[[str, Path, int | None], ExampleSource] | None = None,
+    name: str, data_dir: Path, *, num_shards: int | None = None, size: int | None = None, fresh: bool = False
 ) -> ShardRecord:
     """Return the shards of a dataset in `data_dir`; write them unless they exist as requested.
 
     One rename replaces earlier shards. Each split has `num_shards` shards, 1 to `MAX_SHARDS`, or one for each example
     if there are fewer; None for the existing number, or `DEFAULT_SHARDS`. Images are resized to `size` times `size`
-    pixels; None keeps their size. `open_source` replaces arrays and TFDS in tests.
+    pixels; None keeps their size.
     """
     for option, value, most in (("--shards", num_shards, MAX_SHARDS), ("--size", size, MAX_SIZE)):
         if value is not None and not 1 <= value <= most:
@@ -68,7 +52,7 @@ def write_shards(
             num_shards, size = existing["num_shards"], existing["size"] if size is None else size
     num_shards = num_shards or DEFAULT_SHARDS
     asked = {"num_shards": num_shards, "size": size}
-    source = (open_source or _open_source)(name, data_dir, size)
+    source = _open_source(name, data_dir, size)
     with store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged shards are written again
@@ -85,15 +69,17 @@ def write_shards(
     return ShardRecord.find(data_dir, name, source.version)
 
 
-def _open_source(name: str, data_dir: Path, size: int | None) -> ExampleSource:
+def _open_source(name: str, data_dir: Path, size: int | None) -> "Arrays | TfdsSource":
     if is_user_dataset(name) or name in VERSIONS:
-        return _Arrays(prepare_dataset(name, data_dir))
+        return Arrays(prepare_dataset(name, data_dir))
     from train.data.prepare.tfds_datasets import TfdsSource  # imports TFDS, which takes seconds
 
     return TfdsSource(name, data_dir, resized=size is not None)
 
 
-class _Arrays:
+class Arrays:
+    """The examples of a dataset that is prepared as arrays."""
+
     def __init__(self, record: ArrayRecord) -> None:
         if named := [part for part, value in record.train.example.items() if isinstance(value, Mapping)]:
             raise UsageError(
@@ -103,9 +89,11 @@ class _Arrays:
         self.version, self.classes, self._splits = record.version, record.classes, record.splits
 
     def open(self) -> Mapping[str, int]:
+        """Return the numbers of "train" and "test"."""
         return {name: split.num_examples for name, split in self._splits.items()}
 
     def examples(self, split: str) -> Iterator[Example]:
+        """Yield the examples of a split, in the same order every time."""
         columns, parts = [], 3 if split == "train" else 2  # weights are for training only
         for file, leaf in zip(self._splits[split].files[:parts], self._splits[split].leaves[:parts], strict=True):
             blocks.check_blocks(file.path, file.blocks)
@@ -166,7 +154,7 @@ def resize_image(subject: str, image: Any, size: int | None) -> np.ndarray:
 
 
 def _write(
-    folder: Path, source: ExampleSource, counts: Mapping[str, int], num_shards: int, size: int | None
+    folder: Path, source: "Arrays | TfdsSource", counts: Mapping[str, int], num_shards: int, size: int | None
 ) -> dict[str, Any]:
     layout, splits = _Layout(size), {}
     for split, count in counts.items():

@@ -78,7 +78,7 @@ class TfdsDataset:
 
 
 class TfdsSource:
-    """See `train.data.prepare.sharding.ExampleSource`."""
+    """The examples of a dataset to shard; its methods are those of `train.data.prepare.sharding.Arrays`."""
 
     def __init__(self, name: str, data_dir: Path, *, resized: bool) -> None:
         try:

@@ -67,8 +67,16 @@ class Fetcher:
             raise PrerequisiteError(self.reason)
 
 
+@pytest.fixture(autouse=True)
+def sources(monkeypatch) -> None:
+    """Use stubs of the sources, which `run` names."""
+    monkeypatch.setattr(prepare, "FETCHERS", {})
+    monkeypatch.setattr(prepare, "_dataset_class", lambda name: FakeDataset)
+
+
 def run(data_dir: Path, fresh: bool = False, **fetchers: Fetcher) -> ArrayRecord:
-    return prepare.prepare_dataset("mnist", data_dir, fresh, open_dataset=FakeDataset, fetchers=fetchers)
+    prepare.FETCHERS, prepare._dataset_class = fetchers, lambda name: FakeDataset
+    return prepare.prepare_dataset("mnist", data_dir, fresh)
 
 
 def source_of(data_dir: Path) -> str:
@@ -156,7 +164,7 @@ def test_a_killed_prepare_leaves_nothing_half_and_the_next_one_works(tmp_path):
 
 def test_an_unknown_name_starts_nothing(tmp_path):
     with pytest.raises(UsageError, match="unknown dataset 'mnits'; did you mean 'mnist'"):
-        prepare.prepare_dataset("mnits", tmp_path / "data", open_dataset=FakeDataset)
+        prepare.prepare_dataset("mnits", tmp_path / "data")
     assert not (tmp_path / "data").exists()
 
 
@@ -227,7 +235,9 @@ def test_a_text_is_prepared_from_a_package_and_found(monkeypatch, tmp_path):
     def fetch(dataset, files, folder, say):
         (folder / file.name).write_bytes(TEXT)
 
-    prepare.prepare_dataset("jargon_file", tmp_path, fetchers={"package": fetch})
+    monkeypatch.setattr(prepare, "FETCHERS", {"package": fetch})
+    monkeypatch.setattr(prepare, "_dataset_class", lambda name: jargon_file.JargonFile)
+    prepare.prepare_dataset("jargon_file", tmp_path)
     found = ArrayRecord.find(tmp_path, "jargon_file")
     assert (11, 256) == (found.train.num_examples, found.num_outputs)
     assert {"features": Leaf((64,), "uint8"), "labels": Leaf((64,), "int64")} == found.train.example

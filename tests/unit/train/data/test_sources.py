@@ -67,7 +67,8 @@ def test_each_example_is_read_once_an_epoch_at_any_number_of_replicas(source):
 
 
 def test_an_iterator_starts_at_the_step_from_which_training_resumes(source):
-    feed = feeds.train_feed(tf.distribute.get_strategy(), dataclasses.replace(source, in_memory=False), 3, 6, 7)
+    config, streamed = TrainConfig(global_batch=6, seed=7), dataclasses.replace(source, in_memory=False)
+    feed = feeds.train_feed(tf.distribute.get_strategy(), streamed, config, 3)
     assert steps(source, 3, 4) == [feed.next().features[:, 0].numpy().astype(int).tolist() for _ in range(4)]
 
 

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ import tensorflow as tf
 from cluster.contract import spec
 from cluster.contract.run.records import Place
 from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST
+from train.config import TrainConfig
 from train.loops import replica_check
 from train.loops.loop import Stop
 from train.loops.replica_check import FlipBit, ReplicaCheck, ReplicasDiffer
@@ -26,11 +28,18 @@ def number_of(*values: np.ndarray) -> int:
     return replica_check.digests([tf.Variable(value) for value in values], 1)[0]
 
 
+def context_of(task: str = "chief", interval: int | str = "auto", **parts: Any) -> Any:
+    """Return the parts of a task's context that a comparison uses."""
+    parts = {"spec": GANG, "config": TrainConfig(check_replicas=interval), "positions": Positions()} | parts
+    return SimpleNamespace(task=SimpleNamespace(name=task), **parts)
+
+
 def compare(task: str, numbers: list[int], interval: int | str = "auto") -> None:
     """Compare this task's copies with others, whose numbers are those of this task plus these."""
-    ReplicaCheck(
-        GANG, task, interval, lambda: [tf.Variable([1.0, 2.0])], lambda own: [own + number for number in numbers]
-    ).compare(3)
+    context = context_of(task, interval)
+    ReplicaCheck(context, lambda: [tf.Variable([1.0, 2.0])], lambda own: [own + number for number in numbers]).compare(
+        3
+    )
 
 
 def test_frozen_weights_and_averages_of_layers_are_compared_and_seeds_are_not():
@@ -87,7 +96,7 @@ def test_equal_copies_pass_and_zero_ends_the_checks():
 
 def test_a_step_is_compared_once_unless_it_is_to_be_compared_again():
     gathered = []
-    check = ReplicaCheck(GANG, "chief", "auto", list, lambda own: gathered.append(own) or [own] * 3)
+    check = ReplicaCheck(context_of(), list, lambda own: gathered.append(own) or [own] * 3)
     for again in (False, False, True):
         check.compare(3, again=again)
     assert 2 == len(gathered)
@@ -100,7 +109,7 @@ def test_the_heartbeat_of_a_task_that_waits_for_the_others_copies_says_so():
         waiting.append(positions.current())
         return [own] * 3
 
-    ReplicaCheck(GANG, "chief", "auto", list, gather, positions).compare(3)
+    ReplicaCheck(context_of(positions=positions), list, gather).compare(3)
     assert [(Place.COMPARISON, 3, False)] == [(each.place, each.step, each.left) for each in waiting]
     assert positions.current().left
 
@@ -113,7 +122,7 @@ def test_what_an_exchange_takes_longer_than_the_shortest_is_waiting_for_slower_t
         return [own] * 3
 
     monkeypatch.setattr(replica_check, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    check = ReplicaCheck(GANG, "chief", "auto", list, gather)
+    check = ReplicaCheck(context_of(), list, gather)
     assert [0.0, 0.0, 1.5, 0.0] == [check.compare(step) for step in (1, 2, 3, 3)]
 
 
@@ -143,7 +152,7 @@ def test_no_task_ends_before_all_others_have_the_numbers(lost):
         return [own, own, own + 1]
 
     with pytest.raises(ReplicasDiffer):
-        ReplicaCheck(GANG, "chief", "auto", list, gather).compare(3)
+        ReplicaCheck(context_of(), list, gather).compare(3)
     assert 2 == len(gathered)
 
 
@@ -151,7 +160,7 @@ def test_no_task_ends_before_all_others_have_the_numbers(lost):
 def test_a_flip_changes_one_bit_of_a_value_in_use_and_its_event_names_it(make_run, values):
     run, variables = make_run(workers=1), [tf.Variable(value, name="weight") for value in values]
     run.flip_request("chief").touch()
-    FlipBit(run, "chief", lambda: variables, 1).before(7)
+    FlipBit(context_of(run=run), lambda: variables).before(7)
     assert not run.flip_request("chief").exists()
     before, after = np.atleast_1d(values[-1]), np.atleast_1d(variables[-1].numpy())
     (changed,) = np.flatnonzero(before.view(np.uint32) ^ after.view(np.uint32))
@@ -165,5 +174,5 @@ def test_a_flip_changes_one_bit_of_a_value_in_use_and_its_event_names_it(make_ru
 def test_a_flip_waits_until_a_weight_is_not_zero(make_run):
     run = make_run(workers=1)
     run.flip_request("chief").touch()
-    FlipBit(run, "chief", lambda: [tf.Variable([0.0, 0.0])], 1).before(0)
+    FlipBit(context_of(run=run), lambda: [tf.Variable([0.0, 0.0])]).before(0)
     assert run.flip_request("chief").exists()

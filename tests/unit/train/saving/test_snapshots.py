@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from cluster.contract.recovery import snapshot_files
 from cluster.system import memory
+from train.loops import actions
 from train.loops.actions import KeepSnapshot
 from train.loops.loop import CallProgress
 from train.loops.steps import LoopResult, Signals
@@ -215,7 +217,7 @@ def test_the_room_is_looked_for_once(files, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_snapshots_take_at_most_their_share_of_the_time(seed):
+def test_snapshots_take_at_most_their_share_of_the_time(monkeypatch, seed):
     dice, now, taken_s = random.Random(seed), [0.0], [0.0]
     cost_s, call_s, waited_s = dice.uniform(0.001, 0.5), dice.uniform(0.01, 3.0), dice.choice([0.0, 0.1])
 
@@ -228,7 +230,8 @@ def test_snapshots_take_at_most_their_share_of_the_time(seed):
         now[0] += waited_s
         return waited_s
 
-    keep = KeepSnapshot(object(), Checkpoint(), prepare, lambda: now[0])  # type: ignore[arg-type]
+    monkeypatch.setattr(actions, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    keep = KeepSnapshot(object(), Checkpoint(), prepare)  # type: ignore[arg-type]
     for call in range(2000):
         signals = Signals(snapshot=keep.due(10))
         now[0] += call_s
