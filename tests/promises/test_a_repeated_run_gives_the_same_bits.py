@@ -29,10 +29,10 @@ def check_same(run: RunFolder, alone: RunFolder) -> None:
         assert summary(alone)[key] == summary(run)[key]
 
 
-def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local") -> RunFolder:
+def scaled(clusters: Clusters, name: str, *sizes: int) -> RunFolder:
     """Train, and scale to each further number of workers after some steps."""
     first, *others = sizes
-    run = clusters.up(name, f"--workers={first} {ELASTIC} --detach {LONGER}", runtime=runtime)
+    run = clusters.up(name, f"--workers={first} {ELASTIC} --detach {LONGER}")
     for size in others:
         began = step_of(run)
         wait_for(lambda began=began: step_of(run) > began + 5, "some steps")
@@ -46,13 +46,6 @@ def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local") -
 def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(clusters, alone):
     """The 4 shards run on 3 tasks, one of which has two; then on 2 tasks, and on 4."""
     check_same(scaled(clusters, "scaled", 2, 1, 3), alone)
-
-
-@pytest.mark.long
-@pytest.mark.docker
-@pytest.mark.usefixtures("images")
-def test_containers_must_give_the_bits_of_one_process(clusters, alone):
-    check_same(scaled(clusters, "contained", 1, 2, runtime="docker"), alone)
 
 
 # The same topology again

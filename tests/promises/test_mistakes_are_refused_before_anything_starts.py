@@ -27,8 +27,6 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message)
 @pytest.mark.parametrize(
     ("request_", "named"),
     [
-        (Request(workers=-1), ["--workers"]),
-        (Request(workers=0, ps=1), ["--ps", "--workers"]),
         (Request(strategy="mirrored", workers=2), ["--strategy", "--workers"]),
         (Request(loop="fitt"), ["--loop", "'fit'"]),
         (Request(strategy="tpu", runtime="docker"), ["--runtime", "--strategy"]),

@@ -219,11 +219,6 @@ def queue(make_run, monkeypatch) -> Queue:
     return site
 
 
-def test_nothing_is_queued_for_a_run_that_has_its_tasks(queue):
-    queue.look()
-    assert [] == queue.commands
-
-
 def test_a_lost_task_is_queued_once_and_withdrawn_when_it_is_back(queue):
     (job,) = queue.look("worker-1")
     assert {"--job-name=a-job.worker-1", "--ntasks=1", "--no-requeue"} <= set(job)

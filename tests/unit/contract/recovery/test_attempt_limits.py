@@ -184,17 +184,6 @@ def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kil
     assert ("failed", story.crash_at - 1) == (outcome.state, outcome.step)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
-    draw = random.Random(seed)
-    story = Story(make_run(workers=0), 0, 25, 10)
-    story.kills = [draw.randint(0, 19) for _ in range(50)]
-    while story.attempt():
-        pass
-    assert (None, [], 50) == (story.run.outcome, story.kills, story.run.generation)
-
-
 def test_two_tasks_that_fail_together_count_once(run):
     chief, worker = restarter_of(run), restarter_of(run, "worker-0")
     for generation in range(3):
