@@ -98,20 +98,15 @@ def restarter_of(run: RunFolder, task: str = "chief") -> Restarter:
     return Restarter(RunView(run), spec, spec.task(task))
 
 
-class Record(loop.Action):
-    def __init__(self, record: step_record.StepRecord) -> None:
-        self._record = record
+class Recorder(loop.Periodic):
+    """Records every step, and saves after so many."""
+
+    def __init__(self, run: RunFolder, save_every: int) -> None:
+        super().__init__(loop.every(save_every))
+        self._run, self._record = run, StepRecord(run, "chief", run.generation)
 
     def after(self, progress: loop.CallProgress) -> None:
         self._record.done(progress.step)
-
-
-class Save(loop.Periodic):
-    def __init__(self, run: RunFolder, steps: int) -> None:
-        super().__init__(loop.every(steps))
-        self._run = run
-
-    def after(self, progress: loop.CallProgress) -> None:
         if self.due(progress):
             (self._run.checkpoints / f"ckpt-{progress.step}.json").write_text("{}")
 
@@ -133,8 +128,7 @@ def attempt(run: RunFolder, crash_at: int, steps_per_loop: int, save_every: int,
                 raise RuntimeError
         return LoopResult({"loss": np.zeros(count, np.float32)}, Signals())
 
-    record = Record(step_record.StepRecord(run, "chief", generation))
-    actions = [record, EndTraining(TOTAL, lambda: False), Save(run, save_every)]
+    actions = [Recorder(run, save_every), EndTraining(TOTAL, lambda: False)]
     single = step_record.single_steps(run, generation, steps_per_loop)
     with pytest.raises((RuntimeError, KeyboardInterrupt)) as ended:
         loop.Loop(first, actions, steps_per_loop=steps_per_loop, single=single).run(steps, no_request)
