@@ -12,11 +12,6 @@ NONSENSE = ["two", "0", "-1", "1.5", "0,,1", ",", "0,-1", "0,$(id)", "MIG-$(id),
 OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
 
 
-def machine_of(ids: str, *nvlinks: tuple[str, str]) -> Machine:
-    both = {pair for one, other in nvlinks for pair in ((one, other), (other, one))}
-    return Machine(tuple(Gpu(gpu, "a model", 80_000) for gpu in ids), (), frozenset(both))
-
-
 def placed(words: str, **topology: object) -> Placement:
     requested = nvidia.parse_gpus(words)
     assert requested
@@ -89,7 +84,8 @@ def test_what_a_machine_cannot_give_is_refused(nvidia_smi, host, words, workers,
 @pytest.mark.parametrize(("words", "workers"), [("0,1", 1), ("3", 2)])
 def test_gpus_of_another_run_are_left_alone(words, workers):
     busy = {"1": "theirs", "3": "theirs"}
-    requested, machine = nvidia.parse_gpus(words), machine_of("0123")
+    requested = nvidia.parse_gpus(words)
+    machine = Machine(tuple(Gpu(gpu, "a model", 80_000) for gpu in "0123"), (), frozenset())
     assert requested
     with pytest.raises(UsageError, match="other runs|'theirs'"):
         nvidia.place_gpus(requested, machine, spec.build(workers), busy)
