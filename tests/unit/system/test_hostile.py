@@ -270,21 +270,16 @@ def test_tf_config_is_one_or_refused_in_one_line(text):
 SECRET = "hunter2-do-not-tell"
 
 
-@pytest.fixture
-def secretive(monkeypatch):
-    """A caller whose environment holds secrets, as they often lie there."""
+@pytest.mark.parametrize("runtime", ["local", "docker"])
+@pytest.mark.parametrize("scripted", [False, True])
+def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
+    resolved, script, monkeypatch, runtime, scripted, tmp_path
+):
     for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "DATABASE_PASSWORD"):
         monkeypatch.setenv(name, SECRET)
     for name in ("HTTPS_PROXY", "http_proxy"):
         monkeypatch.setenv(name, f"http://user:{SECRET}@proxy:3128")
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
-
-
-@pytest.mark.parametrize("runtime", ["local", "docker"])
-@pytest.mark.parametrize("scripted", [False, True])
-def test_no_file_plan_label_or_command_of_a_run_holds_a_secret(
-    secretive, resolved, script, monkeypatch, runtime, scripted, tmp_path
-):
     monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
     monkeypatch.setattr(registry, "choose_runtime", lambda *_: (registry.get_runtime(runtime), "requested"))
     monkeypatch.setattr(engine, "ask", lambda *words, **options: (1, ""))
