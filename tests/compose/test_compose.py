@@ -138,19 +138,6 @@ def test_a_task_sees_its_run_and_the_data_and_no_more_of_the_host(config, tmp_pa
         assert (False, True) == (run.get("read_only", False), data["read_only"])
 
 
-def test_every_task_gets_its_own_tf_config(config):
-    services = config(workers=2, ps=1, evaluator=True)["services"]
-    cluster = '{"cluster":{"chief":["chief:2222"],"worker":["worker-0:2222","worker-1:2222"],"ps":["ps-0:2222"]}'
-    for name, role, index in [("chief", "chief", 0), ("worker-1", "worker", 1), ("evaluator", "evaluator", 0)]:
-        assert {
-            "TASK": name,
-            "RUN_DIR": "/runs/a-run",
-            "DATA_DIR": "/data",
-            "TF_CONFIG": f'{cluster},"task":{{"type":"{role}","index":{index}}}}}',
-        } == services[name]["environment"]
-        assert name == services[name]["hostname"]  # what the addresses in TF_CONFIG resolve
-
-
 def test_hostile_words_stay_words(config, tmp_path):
     nasty = ["${X:-y}", "$$", "\n- privileged: true", "'\" \\", "# no comment", "!!int 1", "a: b", "\x1b[2J"]
     nasty += ["\t", "{}", "*a", "~"]

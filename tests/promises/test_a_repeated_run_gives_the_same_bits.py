@@ -4,7 +4,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from tests.e2e.scenario import STEPS, Clusters, step_of, summary
+from tests.e2e.scenario import STEPS, step_of, summary
 from tests.promises.test_containers_are_locked_down import containers
 from tests.support.waiting import wait_for
 
@@ -15,44 +15,21 @@ SHARED_STEPS = 140
 LONGER = f"-- --max-steps {SHARED_STEPS} --global-batch 192"
 
 
-@pytest.fixture(scope="module")
-def alone(clusters) -> RunFolder:
-    """The chief alone, which computes all four shards."""
-    return clusters.up("alone", f"--workers=0 {ELASTIC} {LONGER}")
-
-
-def check_same(run: RunFolder, alone: RunFolder) -> None:
-    """Check that a run has the same results as the chief alone: every loss, the weights and the evaluation."""
+@pytest.mark.extended
+def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(clusters):
+    """The 4 shards run on 3 tasks, one of which has two; then on 2 tasks, and on 4."""
+    alone = clusters.up("alone", f"--workers=0 {ELASTIC} {LONGER}")
+    run = clusters.up("scaled", f"--workers=2 {ELASTIC} --detach {LONGER}")
+    for size in (1, 3):
+        began = step_of(run)
+        wait_for(lambda began=began: step_of(run) > began + 5, "some steps")
+        clusters.invoke("scale", "--run=scaled", f"--workers={size}")
+    clusters.invoke("wait", "scaled")
+    assert 2 == len([event for event in run.events() if event.event == "scaled"])
     assert alone.losses() == run.losses()
     assert SHARED_STEPS == len(run.losses())
     for key in ("weights_sha256", "metrics"):
         assert summary(alone)[key] == summary(run)[key]
-
-
-def scaled(clusters: Clusters, name: str, *sizes: int, runtime: str = "local") -> RunFolder:
-    """Train, and scale to each further number of workers after some steps."""
-    first, *others = sizes
-    run = clusters.up(name, f"--workers={first} {ELASTIC} --detach {LONGER}", runtime=runtime)
-    for size in others:
-        began = step_of(run)
-        wait_for(lambda began=began: step_of(run) > began + 5, "some steps")
-        clusters.invoke("scale", f"--run={name}", f"--workers={size}")
-    clusters.invoke("wait", name)
-    assert len(others) == len([event for event in run.events() if event.event == "scaled"])
-    return run
-
-
-@pytest.mark.extended
-def test_a_run_scaled_to_as_many_tasks_as_shards_must_give_the_bits_of_one(clusters, alone):
-    """The 4 shards run on 3 tasks, one of which has two; then on 2 tasks, and on 4."""
-    check_same(scaled(clusters, "scaled", 2, 1, 3), alone)
-
-
-@pytest.mark.long
-@pytest.mark.docker
-@pytest.mark.usefixtures("images")
-def test_containers_must_give_the_bits_of_one_process(clusters, alone):
-    check_same(scaled(clusters, "contained", 1, 2, runtime="docker"), alone)
 
 
 # The same topology again

@@ -108,12 +108,6 @@ def test_a_task_must_become_healthy(training):
     )
 
 
-def test_the_network_must_be_internal(training):
-    (network,) = containers(training)["chief"]["NetworkSettings"]["Networks"]
-    _, text = engine.ask("network", "inspect", network)
-    assert json.loads(text)[0]["Internal"] is True
-
-
 @pytest.fixture(scope="module")
 def another_network() -> Iterator[str]:
     """An unrelated network of containers."""

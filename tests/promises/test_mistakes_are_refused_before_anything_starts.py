@@ -27,8 +27,6 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message)
 @pytest.mark.parametrize(
     ("request_", "named"),
     [
-        (Request(workers=-1), ["--workers"]),
-        (Request(workers=0, ps=1), ["--ps", "--workers"]),
         (Request(strategy="mirrored", workers=2), ["--strategy", "--workers"]),
         (Request(loop="fitt"), ["--loop", "'fit'"]),
         (Request(strategy="tpu", runtime="docker"), ["--runtime", "--strategy"]),
@@ -56,6 +54,24 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message)
         (Request(resume="a/b"), ["'a/b'"]),
         (Request(resume="one", name="two", fresh=True), ["--name and --fresh", "--resume"]),
         (Request(trust=True), ["--trust", "--resume"]),
+        # Stages that do not fit, and clusters that can lose no worker.
+        (Request(stages=2), ["--stages 2", "--strategy pipeline"]),
+        (Request(stages=2, strategy="multiworker"), ["--stages 2", "--strategy pipeline"]),
+        (Request(stages=3, workers=1, strategy="pipeline"), ["--stages 3", "--workers 2 or 5"]),
+        (Request(stages=2, workers=2, strategy="pipeline"), ["--stages 2", "--workers 1 or 3"]),
+        (Request(stages=3, workers=0, devices=2, strategy="pipeline"), ["--stages 3", "--devices 3"]),
+        (Request(stages=2, ps=1, strategy="pipeline"), ["--strategy pipeline", "--ps 0"]),
+        (Request(workers=2, devices=2, strategy="pipeline"), ["--strategy pipeline", "--devices 1"]),
+        (Request(stages=0, strategy="pipeline"), ["--stages"]),
+        (Request(min_workers=3), ["--min-workers 3", "--workers 2"]),
+        (Request(min_workers=-1), ["--min-workers"]),
+        (Request(min_workers=1, workers=0), ["--min-workers 1", "OneDeviceStrategy"]),
+        (Request(min_workers=0, workers=0), ["--min-workers 0", "OneDeviceStrategy"]),
+        (Request(min_workers=1, ps=1), ["--min-workers 1", "ParameterServerStrategy"]),
+        (Request(min_workers=0, strategy="pipeline", stages=3), ["--min-workers 0", "Pipeline"]),
+        (Request(min_workers=1, script="s.py"), ["--min-workers", "script"]),
+        (Request(grow=True), ["--grow", "--min-workers"]),
+        (Request(grow=True, script="s.py"), ["--grow", "script"]),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(resolved, monkeypatch, tmp_path, request_, named):

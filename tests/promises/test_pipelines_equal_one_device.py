@@ -2,7 +2,6 @@
 
 import os
 import signal
-from typing import Any
 
 import pytest
 
@@ -23,14 +22,9 @@ def words(name: str, *options: str, steps: int = STEPS) -> tuple[str, ...]:
     return (*before, "--", *TRAINING, f"--max-steps={steps}", "--optimizer.clip-norm=0.5")
 
 
-@pytest.fixture(scope="module")
-def one_device(clusters) -> dict[str, Any]:
-    """The summary of one device that takes the same micro-batches in order."""
+def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_weights(clusters):
     clusters.invoke(*words("one-device", "--workers=0"))
-    return summary(clusters.run("one-device"))
-
-
-def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_weights(clusters, one_device):
+    one_device = summary(clusters.run("one-device"))
     options = ("--stages=3", "--schedule=1f1b")
     process = clusters.popen(*words("killed-stage", *PIPELINE, *options, steps=STEPS - 5))
     run = clusters.run("killed-stage")

@@ -56,17 +56,12 @@ def test_a_resnet_must_give_the_same_bits_again(own):
     own.rerun("small_resnet-MirroredStrategy", "--runtime=local")
 
 
-@pytest.fixture(scope="module")
-def half(own) -> RunFolder:
-    """A training in bfloat16, of a model that knows nothing of precisions, evaluated by its averages."""
+@pytest.mark.extended
+def test_bfloat16_must_learn_and_export_float32(own):
+    """A model that knows nothing of precisions; a later evaluation gives the same results as that of the training."""
     optimizer = "--optimizer.clip-norm 0.5 --optimizer.ema 0.5 --optimizer.schedule cosine --optimizer.end-share 0.5"
     words = ("--preset=plants:preset --workers=1 --precision=bf16 -- --evaluate-every 1000", optimizer)
-    return own.up("half", *words, training=ALL_STEPS)
-
-
-@pytest.mark.extended
-def test_bfloat16_must_learn_and_export_float32(own, half):
-    """A later evaluation gives the same results as that of the training."""
+    half = own.up("half", *words, training=ALL_STEPS)
     metrics = summary(half)["metrics"]
     assert {"eval_loss", "eval_absolute_error"} == set(metrics)
     assert metrics["eval_absolute_error"] < 0.25  # heights lie between 0 and 5

@@ -1,6 +1,5 @@
 """Elastic runs: which tasks a run continues without, and when it takes them in again."""
 
-import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -103,15 +102,6 @@ def test_a_task_out_of_reach_is_due_again_only_at_a_further_checkpoint():
     world.pass_time(STEADY_S + 1, "worker-1", saved=1)
     due = [world.pass_time(0.5, "worker-1", saved=saved) for saved in (2, 2, 2, 3)]
     assert [True, False, False, True] == [bool(each) for each in due]
-
-
-@pytest.mark.parametrize("times", [2, 4, 20])
-def test_no_host_however_unsteady_restarts_the_run_more_often_than_its_patience(times):
-    world, saved = World(worker_1=times), itertools.count()
-    began = world.now
-    while not world.pass_time(1, "worker-1", saved=next(saved)):
-        pass
-    assert world.now - began >= elastic.patience_s(times)
 
 
 def record(run: RunFolder, **elasticity: object) -> None:

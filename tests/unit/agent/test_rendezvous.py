@@ -260,26 +260,20 @@ class Report:
         return None if self.tasks_absent is None else frozenset(self.tasks_absent)
 
 
-class Gathering:
-    """A hub to which all are connected that ask for their connection."""
-
-    def __init__(self, cluster: ClusterSpec) -> None:
-        self.absent = {task.name for task in cluster.members}
-
-    def of(self, name: str) -> Report:
-        return Report(self.absent, name)
+def everybody(cluster: ClusterSpec) -> set[str]:
+    return {task.name for task in cluster.members}
 
 
 def test_where_a_hub_is_heard_each_greets_two(monkeypatch):
     cluster = spec.build(7).listening(free_ports(8))
-    gathering, dial, dialed = Gathering(cluster), rendezvous.dial, set()
+    absent, dial, dialed = everybody(cluster), rendezvous.dial, set()
 
     def note(task: Task, other: Task, *words: object) -> str:
         dialed.add((task.name, other.name))
         return dial(task, other, *words)
 
     monkeypatch.setattr(rendezvous, "dial", note)
-    arrivals = [arrive(cluster, task.name, view=gathering.of(task.name)) for task in cluster.tasks]
+    arrivals = [arrive(cluster, task.name, view=Report(absent, task.name)) for task in cluster.tasks]
     assert [None] * 8 == [arrival.exception(10) for arrival in arrivals]
     assert len(dialed) <= 2 * 8
 
@@ -331,8 +325,8 @@ def test_those_who_are_still_absent_at_the_hub_are_greeted_if_they_are_few():
 
 
 def test_who_does_not_hear_the_hub_is_let_in(three):
-    gathering = Gathering(three)
-    arrivals = [arrive(three, "worker-0"), *(arrive(three, n, view=gathering.of(n)) for n in ("chief", "worker-1"))]
+    absent = everybody(three)
+    arrivals = [arrive(three, "worker-0"), *(arrive(three, n, view=Report(absent, n)) for n in ("chief", "worker-1"))]
     assert [None] * 3 == [arrival.exception(10) for arrival in arrivals]
 
 
@@ -354,9 +348,8 @@ def test_who_was_met_by_greetings_alone_says_so_to_the_hub_before_it_leaves(thre
 def test_a_task_that_answers_is_not_missing():
     """worker-0 greets worker-2 only once it has met the silent worker-1, so that worker-2 waits for both."""
     cluster = spec.build(3).listening(free_ports(4))
-    gathering = Gathering(cluster)
-    names = ("chief", "worker-0", "worker-2")
-    arrivals = [arrive(cluster, name, timeout_s=1, view=gathering.of(name)) for name in names]
+    absent, names = everybody(cluster), ("chief", "worker-0", "worker-2")
+    arrivals = [arrive(cluster, name, timeout_s=1, view=Report(absent, name)) for name in names]
     errors = [arrival.exception(10) for arrival in arrivals]
     assert [{"worker-1"}] * 3 == [error.missing for error in errors if isinstance(error, rendezvous.Incomplete)]
     reason = f"nothing listens on {cluster.task('worker-1').address}"
@@ -364,9 +357,8 @@ def test_a_task_that_answers_is_not_missing():
 
 
 def test_whom_a_task_cannot_reach_it_names_although_the_hub_has_everybody(three):
-    gathering = Gathering(three)
-    gathering.absent.discard("worker-1")  # it has come, but its port is not to be reached
-    error = arrive(three, "worker-0", timeout_s=1, view=gathering.of("worker-0")).exception(10)
+    absent = everybody(three) - {"worker-1"}  # it has come, but its port is not to be reached
+    error = arrive(three, "worker-0", timeout_s=1, view=Report(absent, "worker-0")).exception(10)
     assert isinstance(error, rendezvous.Incomplete)
     assert {"chief", "worker-1"} == error.missing
-    assert "worker-0" in gathering.absent
+    assert "worker-0" in absent

@@ -10,17 +10,17 @@ from cluster.contract import kept_results, user_code
 
 COMMAND, REPLY = ["python", "-m", "train.startup.preflight"], {"value": {"a": 1}, "opened": [], "written": []}
 DAMAGES = ["", "{", "[]", '{"files":1}', '{"files":{"/no":[0]},"value":{}}', '{"files":{},"value":1,"printed":""}']
-READS = {
-    "open": "open('table.csv').read()",
-    "os": "os.read(os.open('table.csv', os.O_RDONLY), 100).decode()",
-    "memory map": "bytes(np.memmap('table.csv', mode='r+')).decode()",
-    "a listing": "str(sorted(os.listdir('pictures')))",
-    "a helper": "str(helper.VALUE)",
-    "a helper that is not imported": "str(runpy.run_path('helper.py')['VALUE'])",
-    "a module that is not there": "str(importlib.util.find_spec('later') is None)",
-    "a file of a package": "pkgutil.get_data('packed', 'table.csv').decode()",
-}
-"""Ways to read what `change` changes, as expressions."""
+READS = [
+    ("open('table.csv').read()", "table.csv", "3\n4\n"),
+    ("os.read(os.open('table.csv', os.O_RDONLY), 100).decode()", "table.csv", "3\n4\n"),
+    ("bytes(np.memmap('table.csv', mode='r+')).decode()", "table.csv", "3\n4\n"),
+    ("str(sorted(os.listdir('pictures')))", "pictures/2.png", ""),
+    ("str(helper.VALUE)", "helper.py", "VALUE = 2\n"),
+    ("str(runpy.run_path('helper.py')['VALUE'])", "helper.py", "VALUE = 2\n"),
+    ("str(importlib.util.find_spec('later') is None)", "later.py", ""),
+    ("pkgutil.get_data('packed', 'table.csv').decode()", "packed/table.csv", "3\n4\n"),
+]
+"""Ways to read a file or folder, as expressions; and the file with which it changes, and that file's new content."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -83,31 +83,17 @@ sys.exit(user_code.reply(body))
     return value["value"], before and before[0]["value"]
 
 
-def change(folder: Path, what: str) -> None:
-    """Change what the expression of `READS` reads, and restore all times of modification."""
+@pytest.mark.parametrize(("expression", "file", "content"), READS)
+def test_a_call_is_repeated_once_what_it_reads_changes(folder, expression, file, content):
+    first, none = call(folder, expression)
+    (folder / "notes.txt").write_text("not read")
+    second, kept = call(folder, expression)
+    assert (none, first, first) == (None, second, kept)
     before = [(path, path.stat().st_mtime_ns) for path in [folder, *folder.rglob("*")]]
-    if "helper" in what:
-        (folder / "helper.py").write_text("VALUE = 2\n")
-    elif what == "a module that is not there":
-        (folder / "later.py").touch()
-    elif what == "a file of a package":
-        (folder / "packed" / "table.csv").write_text("3\n4\n")
-    elif what == "a listing":
-        (folder / "pictures" / "2.png").touch()
-    else:
-        (folder / "table.csv").write_text("3\n4\n")
+    (folder / file).write_text(content)
     for path, time_ns in before:
         os.utime(path, ns=(time_ns, time_ns))
-
-
-@pytest.mark.parametrize("what", READS)
-def test_a_call_is_repeated_once_what_it_reads_changes(folder, what):
-    first, none = call(folder, READS[what])
-    (folder / "notes.txt").write_text("not read")
-    second, kept = call(folder, READS[what])
-    assert (none, first, first) == (None, second, kept)
-    change(folder, what)
-    third, kept = call(folder, READS[what])
+    third, kept = call(folder, expression)
     assert kept is None
     assert third != second
 

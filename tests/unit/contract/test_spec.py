@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.contract import compatibility, spec, strategies, tf_config
-from cluster.contract.run import launch_records
 from cluster.contract.spec import Role
 from cluster.system.errors import UsageError
 
@@ -96,13 +95,6 @@ def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
     cluster = spec.build(**topology)
     assert alone == [task.name for task in cluster.tasks if cluster.restarts_alone(task)]
     assert serving == [task.name for task in cluster.tasks if cluster.serves(task)]
-
-
-@settings(deadline=None)  # others use this machine, too
-@given(st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4))
-def test_a_cluster_survives_its_json(workers, ps, evaluator, devices):
-    cluster = spec.build(workers, ps if workers else 0, evaluator, devices=devices)
-    assert cluster == launch_records.cluster(cluster.to_json())
 
 
 VALID = ["a", "fashion_mnist-20260101-101010", "A.b-c_9", "x" * 63]

@@ -50,11 +50,6 @@ def assembled(run: RunFolder) -> list[str]:
     return [task.address for task in cluster.tasks]
 
 
-def test_the_cluster_is_where_its_tasks_are(run):
-    assert ["node-0:20000", "node-1:20001"] == assembled(run)
-    assert 0 == run.generation
-
-
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(run, stopped, monkeypatch):
     assembled(run)
@@ -217,11 +212,6 @@ def queue(make_run, monkeypatch) -> Queue:
     monkeypatch.setenv("SLURM_JOB_NAME", "a-job")
     monkeypatch.setattr(processes, "run", site.answer)
     return site
-
-
-def test_nothing_is_queued_for_a_run_that_has_its_tasks(queue):
-    queue.look()
-    assert [] == queue.commands
 
 
 def test_a_lost_task_is_queued_once_and_withdrawn_when_it_is_back(queue):

@@ -4,7 +4,6 @@ import random
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -99,74 +98,43 @@ def restarter_of(run: RunFolder, task: str = "chief") -> Restarter:
     return Restarter(RunView(run), spec, spec.task(task))
 
 
-class Record(loop.Action):
-    def __init__(self, record: step_record.StepRecord) -> None:
-        self._record = record
+class Recorder(loop.Periodic):
+    """Records every step, and saves after so many."""
+
+    def __init__(self, run: RunFolder, save_every: int) -> None:
+        super().__init__(loop.every(save_every))
+        self._run, self._record = run, StepRecord(run, "chief", run.generation)
 
     def after(self, progress: loop.CallProgress) -> None:
         self._record.done(progress.step)
-
-
-class Save(loop.Periodic):
-    def __init__(self, run: RunFolder, steps: int) -> None:
-        super().__init__(loop.every(steps))
-        self._run = run
-
-    def after(self, progress: loop.CallProgress) -> None:
         if self.due(progress):
             (self._run.checkpoints / f"ckpt-{progress.step}.json").write_text("{}")
 
 
-@dataclass
-class Story:
-    """A run of a training that saves, dies and is restored, by the real loop, records and decisions."""
+TOTAL = 400
 
-    run: RunFolder
-    crash_at: int
-    """The step that fails whenever it comes; 0: none does."""
-    steps_per_loop: int
-    save_every: int
-    total: int = 400
-    own_failures: int = 0
-    kills: list[int] = field(default_factory=list)
-    """How many steps each attempt does before it is killed."""
 
-    def attempt(self) -> bool:
-        """Make one attempt; return whether the run continues."""
-        run, generation = self.run, self.run.generation
-        first = max(run.saved_steps, default=0)
-        record = step_record.StepRecord(run, "chief", generation)
-        ends_at = first + self.kills.pop() if self.kills else self.total + 1
-        recovery = restarter_of(run)
-        try:
-            loop.Loop(
-                first,
-                [Record(record), EndTraining(self.total, lambda: False), Save(run, self.save_every)],
-                steps_per_loop=self.steps_per_loop,
-                single=step_record.single_steps(run, generation, self.steps_per_loop),
-            ).run(self._steps(ends_at), no_request)
-        except RuntimeError:
-            self.own_failures += 1
-            kind = PROGRAM_FAILURE
-        except KeyboardInterrupt:
-            kind = EXTERNAL
-        else:
-            return False
-        recovery.restart_gang(generation, recovery.end(generation, kind, "it died"))
-        return run.outcome is None
+def attempt(run: RunFolder, crash_at: int, steps_per_loop: int, save_every: int, killed_after: int | None) -> str:
+    """Train until a step that always fails, or a kill, by the real loop, records and decisions; return whose doing."""
+    generation, first, recovery = run.generation, max(run.saved_steps, default=0), restarter_of(run)
 
-    def _steps(self, ends_at: int) -> loop.Steps:
-        def steps(first: int, count: int, _request: Request) -> LoopResult:
-            import numpy as np
+    def steps(done: int, count: int, _request: Request) -> LoopResult:
+        import numpy as np
 
-            for step in range(first + 1, first + count + 1):
-                if step > ends_at:
-                    raise KeyboardInterrupt
-                if step == self.crash_at:
-                    raise RuntimeError
-            return LoopResult({"loss": np.zeros(count, np.float32)}, Signals())
+        for step in range(done + 1, done + count + 1):
+            if killed_after is not None and step > first + killed_after:
+                raise KeyboardInterrupt
+            if step == crash_at:
+                raise RuntimeError
+        return LoopResult({"loss": np.zeros(count, np.float32)}, Signals())
 
-        return steps
+    actions = [Recorder(run, save_every), EndTraining(TOTAL, lambda: False)]
+    single = step_record.single_steps(run, generation, steps_per_loop)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)) as ended:
+        loop.Loop(first, actions, steps_per_loop=steps_per_loop, single=single).run(steps, no_request)
+    kind = PROGRAM_FAILURE if ended.type is RuntimeError else EXTERNAL
+    recovery.restart_gang(generation, recovery.end(generation, kind, "it died"))
+    return kind
 
 
 @pytest.mark.parametrize("killed_share", [0, 0.6])
@@ -174,25 +142,13 @@ class Story:
 def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kills_it(make_run, seed, killed_share):
     draw, run = random.Random(seed), make_run(workers=0)
     write_json(run.control / "started.json", {"max_external_restarts": 1000})  # most kills come before any progress
-    story = Story(run, draw.randint(1, 400), draw.choice([1, 7, 25, 400]), draw.randint(3, 500))
-    while story.attempt():
-        assert story.own_failures < 5
-        story.kills = [draw.randint(0, 60)] if draw.random() < killed_share else []
-    assert 4 <= story.own_failures <= 5
-    outcome = story.run.outcome
-    assert outcome is not None
-    assert ("failed", story.crash_at - 1) == (outcome.state, outcome.step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_kills_from_outside_never_end_a_run_that_makes_progress(make_run, seed):
-    draw = random.Random(seed)
-    story = Story(make_run(workers=0), 0, 25, 10)
-    story.kills = [draw.randint(0, 19) for _ in range(50)]
-    while story.attempt():
-        pass
-    assert (None, [], 50) == (story.run.outcome, story.kills, story.run.generation)
+    crash_at, *settings = draw.randint(1, TOTAL), draw.choice([1, 7, 25, TOTAL]), draw.randint(3, 500)
+    failures, killed_after = 0, None
+    while run.outcome is None:
+        failures += attempt(run, crash_at, *settings, killed_after) == PROGRAM_FAILURE
+        killed_after = draw.randint(0, 60) if draw.random() < killed_share else None
+    assert 4 <= failures <= 5
+    assert ("failed", crash_at - 1) == (run.outcome.state, run.outcome.step)
 
 
 def test_two_tasks_that_fail_together_count_once(run):

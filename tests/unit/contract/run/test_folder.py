@@ -169,12 +169,6 @@ def test_what_is_no_heartbeat_is_none_yet(run, found):
     assert ["worker-0"] == list(run.heartbeats())
 
 
-def test_a_heartbeat_has_every_key(run):
-    write_json(run.status("chief"), BEAT | {"loss": float("nan")})
-    beat = run.heartbeats()["chief"]
-    assert (0, 0, 0, None, None) == (beat.step, beat.generation, beat.restarts, beat.loss, beat.pace)
-
-
 @pytest.mark.parametrize("left", [b"", b"{}", b"[]", b'{"generation": 2, "time": 1}'])
 def test_a_generation_that_a_power_failure_left_empty_has_not_begun(run, left):
     (run.control / "generations" / "1.json").write_bytes(left)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.agent.task_process import Script, Trainer
+from cluster.agent.task_process import Script, TaskProcess, Trainer
 from cluster.contract.run import logs
 from cluster.contract.run.logs import GAP, LINE_BYTES, LogReader
 from tests.support.waiting import wait_for
@@ -119,14 +119,17 @@ def test_of_a_huge_log_the_end_is_read(log, monkeypatch):
     assert "end" == logs.last_line(log)
 
 
-def test_a_log_that_cannot_be_written_holds_up_no_program(tmp_path):
-    (tmp_path / "chief.log").mkdir()
-    script = Script(
-        [sys.executable, "-c", "print('x' * 10**6)"], dict(os.environ), tmp_path / "chief.log", tmp_path / "work"
-    )
-    script.open_gate({})
-    assert 0 == script.wait(30)
-    script.end(0)
+def run_program(kind: type[TaskProcess], lines: str, log: Path) -> TaskProcess:
+    program = kind([sys.executable, "-c", lines], dict(os.environ), log, log.with_name("work"))
+    program.open_gate({})
+    assert 0 == program.wait(30)
+    program.end(0)
+    return program
+
+
+def test_a_log_that_cannot_be_written_holds_up_no_program(log):
+    log.mkdir()
+    run_program(Script, "print('x' * 10**6)", log)
 
 
 def test_two_programs_of_a_task_print_to_one_log(log, monkeypatch):
@@ -183,17 +186,8 @@ print("step 1")
 """
 
 
-def test_what_tensorflow_says_at_any_log_level_is_not_logged(tmp_path):
-    trainer = Trainer([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log", tmp_path)
-    assert 0 == trainer.wait(30)
-    trainer.end(0)
-    assert "step 1\n" == (tmp_path / "log").read_text()
-    assert "exit code 0, last line: step 1" == trainer.error(0)
-
-
-def test_a_script_s_output_is_logged_as_it_is(tmp_path):
-    script = Script([sys.executable, "-c", PRINTS], dict(os.environ), tmp_path / "log", tmp_path / "work")
-    script.open_gate({})
-    assert 0 == script.wait(30)
-    script.end(0)
-    assert 3 == len((tmp_path / "log").read_text().splitlines())
+@pytest.mark.parametrize(("kind", "lines"), [(Trainer, 1), (Script, 3)])
+def test_what_tensorflow_says_at_any_log_level_is_logged_of_a_script_alone(log, kind, lines):
+    program = run_program(kind, PRINTS, log)
+    assert lines == len(log.read_text().splitlines())
+    assert "exit code 0, last line: step 1" == program.error(0)

@@ -43,15 +43,6 @@ def test_a_daemon_that_hides_is_killed_with_its_run(start_gang):
     assert not processes.alive(daemon)
 
 
-@pytest.mark.slow
-def test_a_daemon_that_hides_ends_with_a_run_that_ends_by_itself(start_gang):
-    gang = start_gang(f"{DAEMON}\nuntil((run.path / 'go').exists)\ntrain(2), finish()", workers=0)
-    daemon = daemon_of(gang)
-    (gang.run.path / "go").touch()
-    assert "succeeded" == gang.summary()["state"]
-    wait_for(lambda: not processes.alive(daemon), "the daemon's end", timeout_s=300)
-
-
 def test_a_daemon_that_hides_ends_when_the_supervisor_is_killed(start_gang):
     gang = start_gang(f"{DAEMON}\nwork()", workers=0)
     daemon = daemon_of(gang)

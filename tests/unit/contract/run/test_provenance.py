@@ -83,12 +83,6 @@ def test_a_note_that_is_none_trusts_nothing(make_run, text):
         provenance.check_trusted(run)
 
 
-def test_two_runs_of_one_name_are_distinguished(started, tmp_path):
-    started().path.parent.rename(tmp_path / "elsewhere")
-    for run in (started(), RunFolder(tmp_path / "elsewhere" / "mine")):
-        provenance.check_trusted(run)
-
-
 COMMANDS = {
     "up": {"resume": "mine"},
     "plan": {"resume": "mine"},
@@ -160,10 +154,11 @@ def test_ending_a_run_obeys_nothing_that_its_tasks_can_write(make_run):
     hook = {"command": ["id"], "user": "root", "privileged": True}  # which Compose obeys before it stops a container
     theirs = {"name": "another", "include": ["/etc/passwd"], "services": {"chief": {"pre_stop": [hook]}}}
     write_json(run.compose, {"x-runtime": "docker"} | theirs)
-    teardown.remove_run(run, commands)
+    teardown.remove_run(run, commands, grace_s=0)
     (words,) = [shlex.split(command) for command in commands]
     assert ["docker", "compose", "--progress=quiet", "--project-name", compose_runtime.project(run.path)] == words[:5]
-    assert not [word for word in words[5:] if "/" in word or word.startswith("-f")]
+    assert ["down", "--timeout", "0", "--volumes", "--remove-orphans"] == words[5:]
+    assert "stopped" == run.outcome.state
 
 
 def test_notes_are_with_the_user_s_state(monkeypatch, tmp_path):

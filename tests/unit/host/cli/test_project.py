@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from packaging.specifiers import SpecifierSet
 from ruamel.yaml import YAML
 
 import tasks
 from cluster.host.runtime import tensorboard
 from cluster.system.files import ROOT
-from tests.support.command_line import invoke
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PUBLISHED = {"contents", "packages", "id-token", "attestations"}
@@ -85,14 +83,3 @@ def test_a_dev_container_is_set_up_by_make_and_shows_tensorboard():
     assert "make setup" == setup
     assert prepare.split()[3] in tasks.ns.task_names
     assert [tensorboard.PORT] == container["forwardPorts"]
-
-
-@pytest.mark.slow
-def test_a_shell_completes_tasks_and_their_options():
-    script = invoke("--print-completion-script", "bash").stdout
-    program = f'invoke() {{ "{sys.executable}" -m invoke "$@"; }}'
-    tab = 'COMP_WORDS=(invoke up --wor); _complete_invoke invoke --wor; echo "${COMPREPLY[@]}"'
-    typed = ["/bin/bash", "-c", f"{script}\n{program}\n{tab}"]
-    done = subprocess.run(typed, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "--workers\n" == done.stdout, done.stderr
-    assert {"up", "image.build"} <= set(invoke("--complete", "--", "invoke").stdout.split())

@@ -17,7 +17,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import Runner, report_errors
 from cluster.host.control import foreground
 from cluster.host.image import engine
-from cluster.host.launch import folders, planning, startup, teardown, user_files
+from cluster.host.launch import folders, planning, teardown, user_files
 from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
@@ -25,21 +25,7 @@ from cluster.system.errors import EXIT_USAGE, TimedOut
 from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
 from tests.support.beats import beat
-from tests.support.command_line import commands, context, current, invoke, refusal
-
-
-def test_a_dry_run_prints_what_local_processes_would_be_started_with(tmp_path):
-    done = invoke("up", "--dry", "--runtime=local", "--name=one", "--workers=1", "--", "--epochs", "1")
-    first, prepare, chief, worker = done.stdout.splitlines()
-    assert (0, "") == (done.returncode, done.stderr)
-    assert first.startswith("MultiWorkerMirroredStrategy on 2 tasks")
-    assert startup.data_command("prepare", "fashion_mnist") == prepare
-    for line, task in ((chief, "chief"), (worker, "worker-0")):
-        folders = f"RUN_DIR={tmp_path}/runs/one DATA_DIR={tmp_path}/data"
-        assert line.startswith(f"{folders} TASK={task} CUDA_VISIBLE_DEVICES=-1 TF_CONFIG='{{")
-        assert line.endswith(f" {shlex.quote(sys.executable)} -m cluster.agent &")
-    assert not (tmp_path / "runs").exists()
-    assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
+from tests.support.command_line import commands, context, current, refusal
 
 
 def what_test_runs(*exited: int, **options: Any) -> tuple[int, list[str]]:

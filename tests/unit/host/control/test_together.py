@@ -143,17 +143,12 @@ def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
     assert "stopped" == read_json(gang.run.summary)["state"]
 
 
-def test_a_run_is_scaled_by_nobody_while_another_is_at_work_on_it(start_gang):
+def test_a_run_that_goes_on_is_neither_scaled_while_another_is_at_work_on_it_nor_removed(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     with claim.hold_claim(gang.run, "resumed"), pytest.raises(claim.Taken, match="is being resumed by process"):
         scaling.scale_run(gang.run, Commands(), workers=1)
     assert not gang.run.stop_requested
-
-
-def test_what_ended_is_not_removed_under_somebody_who_goes_on(start_gang):
-    gang = start_gang("train(2), work()", workers=0)
-    gang.await_step("chief", 2)
     assert not gang.run.summary.exists()  # as of a run that was resumed after a watcher saw it end
     assert "" == teardown.remove_ended(gang.run, Commands())
     assert supervisor.is_running(gang.run)

@@ -1,22 +1,21 @@
 """A mirror has every complete checkpoint, wherever the upload was killed, and gives back the newest intact one."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 import random
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs  # noqa: F401  # once in the fork server, not in each process that is killed
 import pytest
 
 from cluster.contract.recovery.checkpoint_files import Saved, delete_older, find_newest_good, write_checkpoint
@@ -34,8 +33,6 @@ from tests.support.waiting import wait_for
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 ID, KEEP = "0123456789abcdef", 2
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
 WRITES = ("create_dir", "open_output_stream", "move", "delete_file", "delete_dir")
 
 
@@ -83,8 +80,12 @@ def stored(tmp_path: Path, kind: str = "checkpoints") -> list[int]:
     return sorted(int(path.name.partition("-")[0]) for path in (tmp_path / "store" / "run" / kind).glob("*.json"))
 
 
+class Killed(BaseException):
+    """The death of the process that uploads."""
+
+
 class Killing:
-    """Wraps a file system, or a file of it, and kills the process at a write, a file's in the middle."""
+    """Wraps a file system, or a file of it, that is killed at a write, a file's in the middle, and writes no more."""
 
     left = 0
 
@@ -110,44 +111,23 @@ class Killing:
     @staticmethod
     def count(writes: int = 1) -> None:
         Killing.left -= writes
-        if Killing.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def in_process(work: Callable[..., object], run: RunFolder, *given: object) -> int:
-    """Return the exit code of a process that calls a function, negative for a signal; an error's is 1.
-
-    A server without threads forks it. A fork of this process could wait forever for a lock that another thread had.
-    """
-    process = FORKS.Process(target=_call, args=(dict(os.environ), work, run.path, *given))
-    process.start()
-    process.join(100)
-    assert process.exitcode is not None, f"{work.__name__} does not end"
-    return process.exitcode
-
-
-def _call(environment: dict[str, str], work: Callable[..., object], run: Path, *given: object) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.exit(work(RunFolder(run), *given))
+        if writes and Killing.left <= 0:
+            raise Killed
 
 
 def upload_until(run: RunFolder, write: int) -> bool:
-    """Upload in a process that is killed at a write; return whether it was done before."""
-    code = in_process(_upload_until, run, write)
-    assert code in (0, -signal.SIGKILL)
-    return code == 0
-
-
-def _upload_until(run: RunFolder, write: int) -> None:
+    """Upload until the process is killed at a write; return whether it was done before."""
     prepare, Killing.left = mirroring.Store.__init__, write
 
     def wrap(store: Any, *given: str) -> None:
         prepare(store, *given)
         store._files = Killing(store._files)
 
-    mirroring.Store.__init__ = wrap
-    upload(run, ended=True)
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(mirroring.Store, "__init__", wrap)
+        upload(run, ended=True)
+        return True
+    return False
 
 
 @pytest.fixture
@@ -327,11 +307,15 @@ def test_down_ends_the_upload(mirrored):
 
 
 def test_a_mirror_in_an_object_store(mirrored, elsewhere, object_store):
-    assert 0 == in_process(_upload_and_damage, mirrored, object_store)
-    assert 20 == in_process(fetch, elsewhere, object_store)
+    for work, run in ((_upload_and_damage, mirrored), (_fetch_intact, elsewhere)):  # S3's threads end with a process
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(run.path, object_store))
+        process.start()
+        process.join(100)
+        assert 0 == process.exitcode
 
 
-def _upload_and_damage(run: RunFolder, url: str) -> None:
+def _upload_and_damage(folder: Path, url: str) -> None:
+    run = RunFolder(folder)
     mirroring.check_mirror(url, "run", ID)
     for step in (10, 20, 30):
         save(run, step)
@@ -342,31 +326,8 @@ def _upload_and_damage(run: RunFolder, url: str) -> None:
     store._write(f"{bundles[0]}/ckpt-30.index", b"damaged")
 
 
-@pytest.mark.extended
-def test_a_kill_during_each_of_100_uploads_to_an_object_store_loses_no_complete_checkpoint(
-    mirrored, elsewhere, object_store
-):
-    drawn = random.Random(seed := random.randrange(2**32))
-    print(f"seed {seed}")
-    write_json(mirrored.control / "started.json", {"runtime": "local", "mirror": object_store, "mirror_id": ID})
-    provenance.write_note(mirrored)
-    contents = {2: drawn.randbytes(100)}
-    save(mirrored, 2, contents[2])
-    assert upload_until(mirrored, sys.maxsize)
-    kills, newest = 0, 2
-    for step in range(3, 250):
-        contents[step] = drawn.randbytes(drawn.randrange(2, 5000))
-        save(mirrored, step, contents[step])
-        done = upload_until(mirrored, drawn.randrange(1, 20))
-        fetched = in_process(fetch, elsewhere, object_store)
-        assert fetched in ([step] if done else [newest, step])
-        for end in (".index", ".data-0"):
-            assert contents[fetched] == (elsewhere.checkpoints / f"ckpt-{fetched}{end}").read_bytes()
-        shutil.rmtree(elsewhere.path)
-        newest, kills = fetched, kills + (not done)
-        if kills == 100:
-            break
-    assert 100 == kills
+def _fetch_intact(folder: Path, url: str) -> None:
+    assert 20 == fetch(RunFolder(folder), url)
 
 
 def test_a_mirror_that_cannot_be_used_is_refused(mirrored, url, tmp_path):

@@ -1,10 +1,6 @@
 """Which task gets which GPUs: equally many, none twice; which requests are refused; and the output of `nvidia-smi`."""
 
-import itertools
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cluster.contract import spec
 from cluster.host import nvidia
@@ -14,11 +10,6 @@ from cluster.system.errors import EXIT_FAILED, EXIT_PREREQUISITE, ClusterError, 
 MIG = "MIG-a8948c89-3b61-8676-26bb-7dbd2d1c9af0"
 NONSENSE = ["two", "0", "-1", "1.5", "0,,1", ",", "0,-1", "0,$(id)", "MIG-$(id),", "1٣", "99999", "ALL", "0,0"]
 OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
-
-
-def machine_of(ids: str, *nvlinks: tuple[str, str]) -> Machine:
-    both = {pair for one, other in nvlinks for pair in ((one, other), (other, one))}
-    return Machine(tuple(Gpu(gpu, "a model", 80_000) for gpu in ids), (), frozenset(both))
 
 
 def placed(words: str, **topology: object) -> Placement:
@@ -56,40 +47,9 @@ def test_tasks_get_equally_many(nvidia_smi, host, words, workers, expected):
     assert given.memory_bytes >= 2**30 or words == MIG  # of an instance it is not known
 
 
-def test_a_pair_that_nvlink_connects_stays_together():
-    machine = machine_of("0123", ("0", "2"))
-    found = nvidia.place_gpus(GpuRequest("--gpus", per_task=2), machine, spec.build(1))
-    assert ["0,2", "1,3"] == groups(found)
-
-
 def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi):
     nvidia_smi("2-a100-mig")
     assert [MIG, OTHER_MIG] == groups(placed(f"{OTHER_MIG},{MIG}", workers=1, ps=1))
-
-
-@st.composite
-def machines(draw: st.DrawFn) -> Machine:
-    ids = "012345678"[: draw(st.integers(1, 9))]
-    return machine_of(ids, *(pair for pair in itertools.combinations(ids, 2) if draw(st.booleans())))
-
-
-@settings(deadline=None)  # others use this machine, too
-@given(machine=machines(), workers=st.integers(0, 8), per_task=st.integers(1, 9))
-def test_gpus_are_shared_out_evenly_and_none_twice(machine, workers, per_task):
-    requested, cluster = GpuRequest("--gpus", per_task=per_task), spec.build(workers)
-    count, there = (1 + workers) * per_task, len(machine.gpus)
-    if count > there:
-        with pytest.raises(UsageError, match=f"and there are {there} to choose from; request fewer"):
-            nvidia.place_gpus(requested, machine, cluster)
-        return
-    given = nvidia.place_gpus(requested, machine, cluster)
-    assert [task.name for task in cluster.tasks] == list(given.ids)
-    assert {per_task} == {len(ids) for ids in given.ids.values()}
-    used = [gpu for ids in given.ids.values() for gpu in ids]
-    assert count == len(set(used)) == len(used)
-    assert set(used) <= {gpu.id for gpu in machine.gpus}
-    assert all(list(ids) == sorted(ids, key=int) for ids in given.ids.values())
-    assert given == nvidia.place_gpus(requested, machine, cluster)
 
 
 @pytest.mark.parametrize("words", [*NONSENSE, "0,1\n", "0, 1"])
@@ -124,7 +84,8 @@ def test_what_a_machine_cannot_give_is_refused(nvidia_smi, host, words, workers,
 @pytest.mark.parametrize(("words", "workers"), [("0,1", 1), ("3", 2)])
 def test_gpus_of_another_run_are_left_alone(words, workers):
     busy = {"1": "theirs", "3": "theirs"}
-    requested, machine = nvidia.parse_gpus(words), machine_of("0123")
+    requested = nvidia.parse_gpus(words)
+    machine = Machine(tuple(Gpu(gpu, "a model", 80_000) for gpu in "0123"), (), frozenset())
     assert requested
     with pytest.raises(UsageError, match="other runs|'theirs'"):
         nvidia.place_gpus(requested, machine, spec.build(workers), busy)

@@ -141,15 +141,6 @@ def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, s
     return dict(zip(names, given, strict=True))
 
 
-@pytest.fixture
-def checked_out(monkeypatch, tmp_path) -> Path:
-    for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
-        there = ROOT / name
-        (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)
-    monkeypatch.setattr(images, "ROOT", tmp_path)
-    return tmp_path
-
-
 def test_images_of_the_same_inputs_need_no_build_and_no_registry(monkeypatch):
     built = answering(labels(BASE))
 
@@ -199,18 +190,22 @@ CHANGES: list[tuple[Callable[[Path], object], bool]] = [
 ]
 
 
-def test_what_an_image_is_made_of_must_decide_whether_it_is_built(checked_out, monkeypatch):
-    (checked_out / "train" / "__pycache__").mkdir(exist_ok=True)
+def test_what_an_image_is_made_of_must_decide_whether_it_is_built(tmp_path, monkeypatch):
+    for name in ("docker", "requirements", "cluster", "train", ".dockerignore"):
+        there = ROOT / name
+        (shutil.copytree if there.is_dir() else shutil.copy)(there, tmp_path / name)
+    monkeypatch.setattr(images, "ROOT", tmp_path)
+    (tmp_path / "train" / "__pycache__").mkdir(exist_ok=True)
     monkeypatch.setattr(engine, "ask", answering(labels(BASE) | {images.PYTHON_BASE: PULLED}))
     assert images.are_current("cpu")
     before = images.inputs_sha256(BASE)
     for umask in (0o077, 0o002, 0o022):  # a clone's umask does not decide
-        for path in checked_out.rglob("*"):
+        for path in tmp_path.rglob("*"):
             path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
         assert before == images.inputs_sha256(BASE)
     for change, builds in CHANGES:
         before = images.inputs_sha256(BASE)
-        change(checked_out)
+        change(tmp_path)
         assert builds is (before != images.inputs_sha256(BASE))
     assert not images.are_current("cpu")
     assert images.pending_commands("cpu")

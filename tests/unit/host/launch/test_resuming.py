@@ -1,6 +1,5 @@
 """A run that is there already: left alone, resumed, or deleted where requested; and what it may not change."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,13 @@ from cluster.contract import spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
-from cluster.host.launch import planning, startup
+from cluster.host.launch import planning
 from cluster.host.launch.resuming import check_resumed
 from cluster.host.options.request import Request
-from cluster.host.runtime import supervisor
 from cluster.system.errors import EXIT_USAGE, UsageError
 from cluster.system.json_files import append_json, read_json, write_json
 from tests.support.beats import beat
-from tests.support.launching import Commands, refusal
+from tests.support.launching import refusal
 from train.config import TrainConfig
 
 
@@ -66,15 +64,6 @@ def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, make
     counts = tuple(len(cluster.of(role)) for role in (Role.WORKER, Role.PS))
     assert expected == (cluster.strategy, *counts, cluster.devices)
     assert previous.get("evaluator", False) is bool(cluster.of(Role.EVALUATOR))
-
-
-def test_a_fresh_start_deletes_the_old_folder(resolved, make_run, monkeypatch):
-    monkeypatch.setattr(supervisor, "start_supervisor", lambda run: None)
-    run = make_run("again", workers=0)
-    run.event("chief", "first step")
-    requested = Request(name="again", fresh=True, runtime="local", tensorboard_port="0")
-    startup.start(planning.plan(requested), Commands(), began=time.time())
-    assert ([], 0) == (run.events(), run.generation)
 
 
 @pytest.fixture

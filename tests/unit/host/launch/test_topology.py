@@ -15,9 +15,8 @@ from cluster.host.launch.resuming import inherit_topology
 from cluster.host.nvidia import Placement
 from cluster.host.options.request import Request
 from cluster.host.runtime.resources import Memory
-from cluster.system.errors import EXIT_USAGE, UsageError
+from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
-from tests.support.launching import refusal
 
 STAGED: dict[str, Any] = {"global_batch": 192, "micro_batches": 4, "loop": "custom", "source": "memory"}
 
@@ -105,34 +104,6 @@ def test_a_stage_may_hold_its_share_of_a_task_s_memory_or_a_gpu_s(options, task_
         cluster=cluster(**options), memory=Memory(task_bytes=task_bytes), gpus=Placement(memory_bytes=gpu_bytes)
     )
     assert expected == Plan.stage_memory_bytes.fget(planned)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("request_", "named"),
-    [
-        (Request(stages=2), ["--stages 2", "--strategy pipeline"]),
-        (Request(stages=2, strategy="multiworker"), ["--stages 2", "--strategy pipeline"]),
-        (Request(stages=3, workers=1, strategy="pipeline"), ["--stages 3", "--workers 2 or 5"]),
-        (Request(stages=2, workers=2, strategy="pipeline"), ["--stages 2", "--workers 1 or 3"]),
-        (Request(stages=3, workers=0, devices=2, strategy="pipeline"), ["--stages 3", "--devices 3"]),
-        (Request(stages=2, ps=1, strategy="pipeline"), ["--strategy pipeline", "--ps 0"]),
-        (Request(workers=2, devices=2, strategy="pipeline"), ["--strategy pipeline", "--devices 1"]),
-        (Request(stages=0, strategy="pipeline"), ["--stages"]),
-        (Request(min_workers=3), ["--min-workers 3", "--workers 2"]),
-        (Request(min_workers=-1), ["--min-workers"]),
-        (Request(min_workers=1, workers=0), ["--min-workers 1", "OneDeviceStrategy"]),
-        (Request(min_workers=0, workers=0), ["--min-workers 0", "OneDeviceStrategy"]),
-        (Request(min_workers=1, ps=1), ["--min-workers 1", "ParameterServerStrategy"]),
-        (Request(min_workers=0, strategy="pipeline", stages=3), ["--min-workers 0", "Pipeline"]),
-        (Request(min_workers=1, script="s.py"), ["--min-workers", "script"]),
-        (Request(grow=True), ["--grow", "--min-workers"]),
-        (Request(grow=True, script="s.py"), ["--grow", "script"]),
-    ],
-)
-def test_stages_that_do_not_fit_and_a_cluster_that_can_lose_no_worker_are_refused(resolved, request_, named):
-    error = refusal(request_)
-    assert EXIT_USAGE == error.exit_code
-    assert [] == [option for option in named if option not in str(error)], error
 
 
 @pytest.mark.parametrize(

@@ -40,18 +40,6 @@ def test_free_ports_are_free_and_different(monkeypatch):
         free_ports(1)
 
 
-def test_killing_a_run_leaves_no_process(start_gang):
-    gang = start_gang("train(2), work()", workers=1)
-    other = start_gang("train(2), work()", name="other", workers=0)
-    for started, tasks in ((gang, ("chief", "worker-0")), (other, ("chief",))):
-        for task in tasks:
-            started.await_step(task, 2)
-    assert 6 == len(supervisor.processes_left(gang.run))  # two for all of them, two agents and their programs
-    assert 6 == supervisor.kill_run(gang.run)
-    assert [] == supervisor.processes_left(gang.run)
-    assert 4 == len(supervisor.processes_left(other.run))
-
-
 def test_the_keeper_continues_a_supervisor_that_a_signal_stopped():
     stopped = """
 import os, signal

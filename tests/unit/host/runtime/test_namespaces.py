@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,14 +44,6 @@ def private():
         given = shutil.which("unshare") and subprocess.run(words, capture_output=True).returncode == 0
         assert not given, refused.why
         pytest.skip(refused.why)
-
-
-@pytest.fixture
-def a_folder() -> Iterator[Path]:
-    """A folder that every user may write in; pytest's own are closed to others."""
-    with tempfile.TemporaryDirectory(prefix="tf-cluster-") as name:
-        Path(name).chmod(0o777)
-        yield Path(name)
 
 
 def reached(gang: Gang) -> set[tuple[str, str]]:
@@ -127,15 +118,17 @@ def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(make_run, monk
     assert not (tmp_path / "started").exists()
 
 
-def test_users_who_are_not_root_stay_who_they_are(a_folder):
+def test_users_who_are_not_root_stay_who_they_are():
     user = os.getuid() or SOMEBODY
-    done = as_user(user, AS_SOMEBODY, str(a_folder / "written"))
-    assert 0 == done.returncode, done.stderr
-    found = json.loads(done.stdout)
-    if refused := found.pop("refused"):
-        pytest.skip(refused)
+    with tempfile.TemporaryDirectory(prefix="tf-cluster-") as folder:  # pytest's own are closed to others
+        Path(folder).chmod(0o777)
+        done = as_user(user, AS_SOMEBODY, f"{folder}/written")
+        assert 0 == done.returncode, done.stderr
+        found = json.loads(done.stdout)
+        if refused := found.pop("refused"):
+            pytest.skip(refused)
+        assert user == Path(folder, "written").stat().st_uid
     assert {"user": user, "interfaces": ["lo"]} == found
-    assert user == (a_folder / "written").stat().st_uid
 
 
 @pytest.mark.parametrize(

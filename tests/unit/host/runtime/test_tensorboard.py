@@ -83,17 +83,12 @@ def test_a_port_is_chosen(runs_dir, started, usual, taken, preferred, usual_is_t
     assert expected == {usual: "usual", wanted: preferred}.get(port, "another")
 
 
-def test_our_own_is_used_wherever_it_runs(runs_dir, started, usual, taken):
+def test_our_own_is_used_wherever_it_runs_and_stays_where_a_taken_port_is_refused(runs_dir, started, usual, taken):
     first = start(runs_dir, preferred=usual)
     assert [first] * 3 == [start(runs_dir), start(runs_dir, first), start(runs_dir, preferred=taken)]
-    assert [first] == started
-
-
-def test_a_taken_port_that_was_named_is_refused_and_our_own_stays(runs_dir, started, usual, taken):
-    start(runs_dir)
     with pytest.raises(PrerequisiteError, match=str(taken)):
         start(runs_dir, taken)
-    assert usual == tensorboard.running_port(runs_dir)
+    assert [usual] == started == [tensorboard.running_port(runs_dir)]
 
 
 def test_a_run_gets_another_port_than_the_taken_one_that_was_named(make_run, started, usual, taken):

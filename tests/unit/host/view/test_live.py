@@ -11,7 +11,7 @@ from cluster.host.checks import rerun
 from cluster.host.control import profile
 from cluster.host.runtime import registry
 from cluster.host.view import live
-from cluster.host.view.columns import chosen_columns, columns
+from cluster.host.view.columns import columns
 from cluster.host.view.live import Live, print_logs
 from cluster.host.view.status import ended_lines, live_lines, read_status, status_table
 from cluster.system.json_files import read_json, write_json
@@ -271,13 +271,6 @@ def test_a_last_column_without_room_is_shown_below_its_row():
     assert ["STRATEGY", "    DETAIL", "x" * 50] == lines[:3]
     assert "y" == lines[-1]
     assert max(map(len, lines)) <= 70
-
-
-def test_columns_that_do_not_fit_are_left_out():
-    names, rows = ("RUN", "STEPS", "NOTE"), [("one", 10, "x" * 10)]
-    table = {width: chosen_columns(names, rows, right=["STEPS"], spare=["NOTE"], width=width) for width in (10, 40)}
-    assert ["RUN  STEPS", "one     10"] == table[10]
-    assert list(names) == table[40][0].split()
 
 
 @pytest.mark.parametrize("columns", ["", "0", "x"])
