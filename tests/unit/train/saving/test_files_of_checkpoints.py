@@ -141,13 +141,6 @@ while True:
 """
 
 
-def test_an_older_copy_of_the_writer_deletes_no_newer_checkpoint(tmp_path):
-    save(tmp_path, 4, 5, 6)
-    write_checkpoint(State(3), Saved(tmp_path, 3))  # by a writer that was suspended
-    delete_older(Saved(tmp_path, 3), 1)
-    assert [6, 5, 4, 3] == steps_of(tmp_path)
-
-
 def test_a_kill_at_any_moment_leaves_a_good_checkpoint_and_no_leftovers(tmp_path):
     """With one checkpoint kept: writing, switching and pruning are all cut short somewhere."""
     random_, last = random.Random(4), 0

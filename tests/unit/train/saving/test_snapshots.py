@@ -166,31 +166,19 @@ def test_a_task_without_the_snapshot_gets_that_of_another(files, monkeypatch, se
     assert 2 == alone(pairs[dead], fresh[dead]).restore(NONE)  # it has the snapshot from now on
 
 
-def test_stages_restore_the_newest_snapshot_that_every_stage_has(files):
+def test_stages_restore_the_newest_snapshot_that_every_stage_has_and_no_step_is_restored_that_was_repeated(files):
     gang, own, states = Gang(2), [files(), files()], [state(3, values=task) for task in range(2)]
     for step in (4, 5):
         alone(own[0], states[0]).write(step)
     alone(own[1], states[1]).write(4)
     parts = [gang.snapshots(task, own[task], states[task], True) for task in range(2)]
     assert [4, 4] == gang.together(lambda task: parts[task].restore(NONE))
+    assert 4 == alone(own[0], states[0]).restore(NONE)
     alone(own[0], states[0]).write(6)
     assert [4, 4] == gang.together(lambda task: parts[task].restore(NONE))
-    own[1] = files()
-    parts = [gang.snapshots(task, own[task], states[task], True) for task in range(2)]
-    assert [None, None] == gang.together(lambda task: parts[task].restore(NONE))
-
-
-def test_steps_that_are_repeated_are_not_restored_later(files):
-    gang, own, states = Gang(2), [files(), files()], [state(3, values=task) for task in range(2)]
-    alone(own[0], states[0]).write(4)
-    alone(own[0], states[0]).write(5)
-    alone(own[1], states[1]).write(4)
-    parts = [gang.snapshots(task, own[task], states[task], True) for task in range(2)]
-    gang.together(lambda task: parts[task].restore(NONE))
-    assert 4 == alone(own[0], states[0]).restore(NONE)
     own[1] = files()  # with its agent: all begin again, or with a checkpoint
     parts = [gang.snapshots(task, own[task], states[task], True) for task in range(2)]
-    gang.together(lambda task: parts[task].restore(NONE))
+    assert [None, None] == gang.together(lambda task: parts[task].restore(NONE))
     assert alone(own[0], states[0]).restore(NONE) is None
 
 
