@@ -15,7 +15,7 @@ Invariants, each checked while a schedule runs or at its end:
                  where it begins with standby processes, it has one of every task or is over soon
     policy       kills and freezes never fail a run, unless too few tasks are there when a rendezvous times out; a
                  program that fails by itself again and again does; an evaluator never does; a worker of parameter
-                 servers that was killed restarts alone
+                 servers that was killed restarts alone; after a failure of a program single steps are recorded
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from cluster.agent.hub import SILENCE_S
 from cluster.agent.schedulers.lifecycle import COPY_S
 from cluster.agent.watchdog import FROZEN_S, SILENT_S
 from cluster.contract import spec
+from cluster.contract.recovery.attempt_limits import LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine
@@ -107,7 +108,6 @@ class Schedule:
         return all(task.ended or task.gone for task in self.world.tasks.values())
 
     def _is_alone(self, name: str) -> bool:
-        """Whether a task restarts alone, as the contract says."""
         return name == "evaluator" or (name.startswith("worker") and bool(self.drawn.topology.get("ps")))
 
     def _inject(self, kind: str, name: str, seconds: float) -> None:
@@ -364,6 +364,10 @@ class Schedule:
         del kinds["cut"]  # by which nothing may change
         if state == "stopped" and self.stop_at is None:
             raise Broken("policy: nobody requested the stop")
+        for begun in self.begun:
+            by_itself, last_step = begun.get("kind") in (PROGRAM_FAILURE, LOST_CONTACT), begun.get("last_step", -1)
+            if by_itself and last_step >= 0 and begun.get("single_steps_from") != last_step:
+                raise Broken(f"policy: {begun} does not begin with single steps")
         missed = outcome.get("exit_code") == EXIT_TIMEOUT  # see `_check_missing`
         if state == "failed" and not kinds["fails for good"] and not missed:
             raise Broken(f"policy: the run failed: {outcome}")
