@@ -217,8 +217,6 @@ class SimFolder(RunFolder):
 
 
 class Beat:
-    """The heartbeat file of a task, and who writes it."""
-
     def __init__(self, values: Heartbeat, skew_s: float, writes: Any) -> None:
         self.values, self.skew_s, self.writes = values, skew_s, writes
         self._last = int(Now.world.now)
