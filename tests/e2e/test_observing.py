@@ -1,6 +1,7 @@
 """What is seen of a run from outside while it trains: its metrics, its pace, and a profile, which changes no bit."""
 
 import urllib.error
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_metrics_and_a_profile_must_show_a_run_while_it_trains_and_not_change_th
     check_pace(summary(unseen))
 
 
-def check_pace(ended: dict) -> None:
+def check_pace(ended: dict[str, Any]) -> None:
     """Check that every task has reported its pace, and the chief where the time went."""
     assert {"chief", "worker-0"} == set(ended["pace"]["tasks"])
     for pace in ended["pace"]["tasks"].values():
