@@ -33,12 +33,10 @@ from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine
 from tests.simulation.drawn import FOREVER_S, STOPPING, Drawn, draw
-from tests.simulation.folder import Cache, SimFolder
+from tests.simulation.folder import MAX_RESTARTS, Cache, SimFolder
 from tests.simulation.training import Training
 from tests.simulation.world import Broken, Now, SimTask, World
 
-MAX_RESTARTS = 3
-HANG_TIMEOUT_S = 20.0
 SEEN_S = 6.0
 """Four polls of the slowest agent, within which each has noticed what another did."""
 STOP_S = 200.0
@@ -59,9 +57,7 @@ class Schedule:
         self.drawn = drawn or draw(seed)
         cluster = spec.build(**self.drawn.topology, separate_chief=not self.drawn.scripted)
         self.world = world = World(cluster, seed)
-        self.folder = world.folder = SimFolder(
-            world, cluster, max_restarts=MAX_RESTARTS, hang_timeout_s=HANG_TIMEOUT_S, script=self.drawn.scripted
-        )
+        self.folder = world.folder = SimFolder(world, cluster, script=self.drawn.scripted)
         self.training = world.training = Training(
             world, steps=self.drawn.steps, save_every=self.drawn.save_every, scripted=self.drawn.scripted
         )
@@ -331,8 +327,10 @@ class Schedule:
     def _check_end(self) -> None:
         if all(task.gone for task in self.world.tasks.values()):
             return  # the command that watches the run ends it
-        self._watch_last()
-        outcome, drawn = self.first_outcome, self.drawn
+        outcome, drawn = self.folder.records.get("outcome"), self.drawn
+        if not isinstance(outcome, dict) or self.first_outcome not in (None, outcome):
+            raise Broken(f"outcome: {self.first_outcome} became {outcome}")
+        self.first_outcome = outcome
         if self.folder.records.get("summary") != outcome and not self.world.tasks["chief"].gone:
             raise Broken("end: the chief wrote no summary of the outcome")
         if outcome["state"] == "succeeded" and self.training.result != list(range(1, drawn.steps + 1)):
@@ -352,12 +350,6 @@ class Schedule:
     def begun(self) -> list[dict[str, Any]]:
         records = [value for name, value in self.folder.records.items() if name.startswith("generations/")]
         return [record for record in records if isinstance(record, dict)]
-
-    def _watch_last(self) -> None:
-        outcome = self.folder.records.get("outcome")
-        if not isinstance(outcome, dict) or self.first_outcome not in (None, outcome):
-            raise Broken(f"outcome: {self.first_outcome} became {outcome}")
-        self.first_outcome = outcome
 
     def _check_policy(self, outcome: dict[str, Any], kinds: Counter[str]) -> None:
         state = outcome["state"]
