@@ -156,12 +156,11 @@ def test_a_failing_apt_gives_its_reason(tmp_path, monkeypatch, apt_get, reason):
         fetch_package(tmp_path / "sources")
 
 
-def test_another_system_has_no_apt(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [("fashion_mnist", "no apt-get and no dpkg-deb on this machine"), ("mnist", "Debian has no package of mnist")],
+)
+def test_a_system_or_a_dataset_without_a_package_is_reported(tmp_path, monkeypatch, dataset, reason):
     stub(tmp_path / "bin", monkeypatch)
-    with pytest.raises(PrerequisiteError, match="no apt-get and no dpkg-deb on this machine"):
-        fetch_package(tmp_path / "sources")
-
-
-def test_debian_has_no_mnist(tmp_path):
-    with pytest.raises(PrerequisiteError, match="Debian has no package of mnist"):
-        fetch_package(tmp_path / "sources", "mnist")
+    with pytest.raises(PrerequisiteError, match=reason):
+        fetch_package(tmp_path / "sources", dataset)
