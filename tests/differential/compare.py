@@ -21,7 +21,6 @@ from tests.differential.draw import CANCELLED
 
 
 def main(file: str, run_dir: str, result: str, twin: str = "") -> None:
-    """Compare; write the largest relative differences."""
     run = RunFolder(Path(run_dir))
     found: dict[str, Any] = {"bits": different(run, RunFolder(Path(twin))) if twin else []}
     if "Dropout" not in Path(file).read_text():  # it draws other numbers in plain Keras

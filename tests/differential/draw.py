@@ -114,7 +114,6 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Return the case of a seed."""
     random_ = random.Random(seed)
 
     def maybe(share: float) -> bool:
@@ -260,7 +259,6 @@ def up(case: Case, module: str) -> dict[str, Any]:
 
 
 def loss_of(case: Case, module: str) -> str:
-    """Return `--loss` of a case."""
     if case.own_loss:
         return f"{module}:loss"
     if case.kind == "named":

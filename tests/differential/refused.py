@@ -10,8 +10,6 @@ from tests.differential.draw import BATCH, Case, own_optimizer
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row of the table."""
-
     what: str
     applies: Callable[[Case], bool]
     example: Case

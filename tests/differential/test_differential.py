@@ -122,9 +122,7 @@ def test_the_documentation_must_have_the_table_of_refusals() -> None:
         *(tuple(map(str, range(first, min(first + EACH, ALL)))) for first in range(0, ALL, EACH)),
     ],
 )
-def test_many_cases_must_train_as_plain_keras_does(
-    run_cases: Callable[[Sequence[str]], dict[str, Any]], cases: Sequence[str]
-) -> None:
+def test_many_cases_must_train_as_plain_keras_does(run_cases, cases):
     results = run_cases(cases).values()
     wrong = [result for result in results if result["wrong"]]
     assert not wrong, "\n\n".join(report(result) for result in wrong)

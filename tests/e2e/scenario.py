@@ -49,7 +49,6 @@ class Clusters:
         return {"RUNS_DIR": str(self.runs_dir), "DATA_DIR": str(DATA), **IMAGES}
 
     def popen(self, *words: str) -> subprocess.Popen[str]:
-        """Start `invoke` with these words."""
         return subprocess.Popen(
             [*self.limits, sys.executable, "-m", self.module, *words],
             cwd=self.checkout,
@@ -110,7 +109,6 @@ class Clusters:
         return output, self.run(Path(output.splitlines()[-1].split()[-1]).name)
 
     def run(self, name: str) -> RunFolder:
-        """Return a run's folder."""
         return RunFolder(self.runs_dir / name)
 
     def down(self) -> None:
@@ -127,7 +125,6 @@ class Clusters:
 
 
 def summary(run: RunFolder) -> dict[str, Any]:
-    """Return a run's summary."""
     return read_json(run.summary)
 
 

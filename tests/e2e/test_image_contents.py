@@ -8,6 +8,7 @@ import tarfile
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.markers import Marker
@@ -39,20 +40,19 @@ def python(image: str, script: str) -> str:
     return docker(f"run {HARDENED} --entrypoint=python {image} -c", script)
 
 
-@pytest.mark.parametrize("image", [TRAIN, BOARD])
-def test_an_image_must_not_run_as_root(image):
-    assert "10001:10001" == json.loads(docker(f"image inspect --format='{{{{json .Config.User}}}}' {image}"))
+def config_of(image: str) -> dict[str, Any]:
+    return json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
 
 
 def test_a_task_must_start_the_agent_and_stop_on_sigterm():
-    config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {TRAIN}"))
-    assert ["python", "-m", "cluster.agent"] == config["Entrypoint"]
-    assert "SIGTERM" == config["StopSignal"]
+    assert ["python", "-m", "cluster.agent"] == config_of(TRAIN)["Entrypoint"]
+    assert "SIGTERM" == config_of(TRAIN)["StopSignal"]
 
 
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
-def test_labels_must_report_what_is_inside(image):
-    config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
+def test_an_image_must_not_run_as_root_and_its_labels_must_report_what_is_inside(image):
+    config = config_of(image)
+    assert "10001:10001" == config["User"]
     labels = {name.removeprefix("org.opencontainers.image."): text for name, text in config["Labels"].items()}
     assert {"title", "description", "base.name"} <= labels.keys()
     assert checkout.revision() == labels.get("revision", "")

@@ -25,7 +25,6 @@ ENVIRONMENT = (
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory, copy_checkout) -> Path:
-    """The installed command."""
     fast.leave_out("starts a cluster")
     folder = tmp_path_factory.mktemp("installed")
     copy_checkout(folder / "sources", "tests/", "docs/", "benchmarks/")

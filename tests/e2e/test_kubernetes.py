@@ -46,7 +46,6 @@ class Pods:
         return RunFolder(self.shared / "runs" / self.job["metadata"]["name"])
 
     def start(self) -> None:
-        """Start every pod."""
         docker("network", "create", "--internal", self.network)
         for name, data in self.objects["ConfigMap"]["data"].items():
             (self.records / name).write_text(data)

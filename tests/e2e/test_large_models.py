@@ -52,7 +52,6 @@ def train(clusters: Clusters, name: str, *options: str, expect: int = 0) -> dict
 
 @pytest.fixture(scope="module")
 def enough(large) -> dict[str, Any]:
-    """The summary of one task without a limit."""
     return train(large, "enough", "--workers=0")
 
 

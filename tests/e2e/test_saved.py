@@ -64,14 +64,13 @@ def test_the_first_losses_must_be_the_golden_ones(alone):
 
 
 def save_images(run: RunFolder) -> Path:
-    """Save 32 images of the test set in a run's folder."""
     images = np.fromfile(DATA / "arrays" / "fashion_mnist-3.0.1" / "test_features.bin", np.uint8)[: 32 * 784]
     np.save(run.path / "images.npy", images.reshape(32, 28, 28, 1).astype(np.float32))
     return run.path / "images.npy"
 
 
 def evaluate(program: str, *arguments: Path) -> list:
-    """Return what a program prints as JSON."""
+    """Return the JSON that a program prints."""
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -123,7 +122,6 @@ def test_a_server_must_answer_as_the_model(alone, version, server):
 
 
 def is_served(url: str, version: Path) -> bool:
-    """Whether a server answers with this version of its model."""
     try:
         with urllib.request.urlopen(url) as answer:
             states = json.load(answer)["model_version_status"]

@@ -25,32 +25,32 @@ def model(shape, outputs):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "flips"),
     [
-        "--workers=1",
-        "--workers=2",
-        "--workers=3",
-        "--workers=2 --loop=fit",
-        "--workers=2 --bitwise-elastic=6",
-        "--workers=2 --micro-batches=2 --no-memory-snapshots --checkpoint-every=20",
-        "--workers=2 --check-replicas=10",
-        "--workers=0 --devices=2",
-        "--workers=0 --devices=2 --loop=fit",
-        "--workers=0 --devices=4",
+        pytest.param("--workers=2", 1, marks=pytest.mark.extended),
+        ("--workers=1", FLIPS),
+        ("--workers=3", FLIPS),
+        ("--workers=2 --loop=fit", FLIPS),
+        ("--workers=2 --bitwise-elastic=6", FLIPS),
+        ("--workers=2 --micro-batches=2 --no-memory-snapshots --checkpoint-every=20", FLIPS),
+        ("--workers=2 --check-replicas=10", FLIPS),
+        ("--workers=0 --devices=2", FLIPS),
+        ("--workers=0 --devices=2 --loop=fit", FLIPS),
+        ("--workers=0 --devices=4", FLIPS),
     ],
 )
-def test_every_flipped_bit_must_be_found_and_its_task_named(clusters, words):
+def test_every_flipped_bit_must_be_found_and_its_task_named(clusters, words, flips):
     """STORM_SEED repeats the tasks and steps of a failure."""
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
     print(f"STORM_SEED={seed}")
     run = start(clusters, "-".join(["flips", *re.findall(r"\w+", words)])[:40], *words.split())
-    results = chaos.inject_all(run, FLIPS, seed, ["flip"])
-    assert [None] * FLIPS == [result.ended for result in results]
+    results = chaos.inject_all(run, flips, seed, ["flip"])
+    assert [None] * flips == [result.ended for result in results]
     clusters.check_bits(run, *words.split(), training=TRAINING)
-    flips = [event for event in run.events() if event.event == "flipped"]
+    flipped = [event for event in run.events() if event.event == "flipped"]
     restarts = summary(run)["restarts"]
-    assert FLIPS == len(flips) == len(restarts)
-    for flip, restart in zip(flips, restarts, strict=True):
+    assert flips == len(flipped) == len(restarts)
+    for flip, restart in zip(flipped, restarts, strict=True):
         assert "silent corruption" in restart["cause"], restart
         assert flip.task in restart["cause"], (flip, restart)
         assert flip.task == restart["task"] or len(run.load_cluster().members) == 2, (flip, restart)

@@ -124,7 +124,6 @@ def end_node(run: RunFolder) -> None:
 
 
 def end_task(run: RunFolder) -> None:
-    """End a task of the job, with its agent."""
     for process in processes_with(SLURM_PROCID="2", RUN_DIR=str(run.path)):
         os.kill(process, signal.SIGKILL)
 

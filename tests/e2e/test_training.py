@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import Clusters, summary
 
 pytestmark = pytest.mark.usefixtures("data")  # what each task reads: `test_sources.py`
@@ -90,14 +89,6 @@ def own(clusters, tmp_path_factory) -> Clusters:
     return clusters.with_modules(tmp_path_factory.mktemp("own"), own_data=True, made=MADE)
 
 
-def train(own: Clusters, name: str, topology: str, *overrides: str) -> RunFolder:
-    """Train to the end; return the run folder."""
-    run = own.up(name, "--preset=made:preset", topology, "--", *overrides, training=())
-    assert "succeeded" == summary(run)["state"]
-    assert summary(run)["metrics"]["eval_accuracy"] > 0.8
-    return run
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("topology", ["", "--ps=1 --loop=fit"])
 def test_slow_steps_and_callbacks_must_not_count_as_a_hang(own, topology):
@@ -108,14 +99,19 @@ def test_slow_steps_and_callbacks_must_not_count_as_a_hang(own, topology):
 
 
 @pytest.mark.long
-def test_two_tasks_read_shards_of_their_own(own):
-    train(own, "streamed", "--workers=1 --micro-batches=2", "--dataset", "made:streamed")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dataset", ["made:streamed", "made:indexed"])
-def test_functions_feed_workers_of_parameter_servers(own, dataset):
-    train(own, f"served-{dataset.partition(':')[2]}", "--workers=1 --ps=1", "--dataset", dataset)
+@pytest.mark.parametrize(
+    ("dataset", "topology"),
+    [
+        ("made:streamed", "--workers=1 --micro-batches=2"),
+        ("made:streamed", "--workers=1 --ps=1"),
+        ("made:indexed", "--workers=1 --ps=1"),
+    ],
+)
+def test_every_task_must_learn_from_its_own_part_of_a_function(own, dataset, topology):
+    name = f"{dataset.partition(':')[2]}-{len(topology)}"
+    ended = summary(own.up(name, f"--preset=made:preset {topology} -- --dataset={dataset}", training=()))
+    assert "succeeded" == ended["state"]
+    assert ended["metrics"]["eval_accuracy"] > 0.8
 
 
 @pytest.mark.long

@@ -27,24 +27,21 @@ if int(os.environ.get(VARIABLE, "0")):
 
 
 @functools.cache
-def outcomes(path: Path, devices: int, selected: str) -> list[tuple[str, str, str]]:
+def outcomes(path: Path, devices: int) -> list[tuple[str, str, str]]:
     """Run a file; return the name of each test, how it ended (`passed`, `failure`, `skipped`) and why."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        options = ["-q", "-p", "no:cacheprovider", "-m", selected, f"--junitxml={report}", f"--basetemp={folder}/tmp"]
+        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={folder}/tmp"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {**ENVIRONMENT, VARIABLE: str(devices)}
         output = output_of(begin("pytest", *options, str(path), environment=environment))
         if not report.exists():
             return [("", "failure", output)]
-        cases = ElementTree.parse(report).iter("testcase")
-        ends = [
-            (case, next((part for part in case if part.tag in ("failure", "error", "skipped")), None)) for case in cases
-        ]
-        return [
-            (case.get("name", ""), "passed", "") if end is None else (case.get("name", ""), end.tag, end.text or "")
-            for case, end in ends
-        ]
+        found = []
+        for case in ElementTree.parse(report).iter("testcase"):
+            ends = [(part.tag, part.text or "") for part in case if part.tag in ("failure", "error", "skipped")]
+            found.append((case.get("name", ""), *(ends[0] if ends else ("passed", ""))))
+        return found
 
 
 class OwnProcess(pytest.File):
@@ -58,8 +55,6 @@ class OwnProcess(pytest.File):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 test = InOwnProcess.from_parent(self, name=node.name)
                 test.devices = devices
-                if any(ast.unparse(each) == "pytest.mark.long" for each in node.decorator_list):
-                    test.add_marker("long")
                 yield test
 
 
@@ -70,9 +65,7 @@ class InOwnProcess(pytest.Item):
 
     def runtest(self) -> None:
         fast.leave_out("starts TensorFlow")
-        selected = "long" if self.get_closest_marker("long") else "not long"
-        ended = outcomes(self.path, self.devices, selected)
-        mine = [each for each in ended if each[0].partition("[")[0] in ("", self.name)]
+        mine = [each for each in outcomes(self.path, self.devices) if each[0].partition("[")[0] in ("", self.name)]
         if wrong := [f"{name}: {why}" for name, end, why in mine if end in ("failure", "error")]:
             pytest.fail("\n".join(wrong), pytrace=False)
         assert "passed" in {end for _, end, _ in mine}, mine

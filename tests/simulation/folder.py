@@ -18,6 +18,8 @@ from tests.simulation.world import Now, SimTask, World
 
 T = TypeVar("T")
 
+MAX_RESTARTS = 3
+HANG_TIMEOUT_S = 20.0
 DAMAGED = object()
 """A record that a crash left empty: it does not count, and the next writer replaces it."""
 
@@ -72,7 +74,7 @@ class Cache:
 class SimFolder(RunFolder):
     """Everything that agents read and write there. Each access is an operation at which the agent may be killed."""
 
-    def __init__(self, world: World, spec: ClusterSpec, *, max_restarts: int, hang_timeout_s: float, script: bool):
+    def __init__(self, world: World, spec: ClusterSpec, *, script: bool) -> None:
         super().__init__(Path("/simulated/run"))
         for name, value in {
             "world": world,
@@ -88,7 +90,7 @@ class SimFolder(RunFolder):
             "torn_share": 0.0,
             "exclusive": True,
             "replaces_damaged": True,
-            "how": {"max_restarts": max_restarts, "hang_timeout_s": hang_timeout_s},
+            "how": {"max_restarts": MAX_RESTARTS, "hang_timeout_s": HANG_TIMEOUT_S},
             "runs_script": script,
             "cache": Cache(world, 0.0),
         }.items():
@@ -217,8 +219,6 @@ class SimFolder(RunFolder):
 
 
 class Beat:
-    """The heartbeat file of a task, and who writes it."""
-
     def __init__(self, values: Heartbeat, skew_s: float, writes: Any) -> None:
         self.values, self.skew_s, self.writes = values, skew_s, writes
         self._last = int(Now.world.now)

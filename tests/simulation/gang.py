@@ -40,8 +40,6 @@ class SimCopy:
 
 
 class SimRunView(RunView):
-    """What a simulated agent sees of the run."""
-
     def __init__(self, folder: SimFolder, owner: SimTask) -> None:
         super().__init__(folder.seen_by(owner), SimCopy(owner) if owner.world.copied else None)  # type: ignore[arg-type]
         self._owner = owner

@@ -58,10 +58,7 @@ class NoKills:
 def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Agent:
     """Return the agent of a task, whose programs are simulated.
 
-    Args:
-        task: the task.
-        scripted: whether it runs a script.
-        standby_s: after how much training it starts a standby process; None: never.
+    After `standby_s` of training it starts a standby process; None: never.
     """
     kind: type[TaskProcess] = Script if scripted else Trainer
     made = Agent(SimRunView(task.world.folder, task), task.name, ["program"], RENDEZVOUS_S, kind=kind)

@@ -103,6 +103,13 @@ def failures_do_not_count(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     return schedules()
 
 
+def no_single_steps(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """After a program has failed, nobody records from where single steps are to be done."""
+    whole = Restarter._failure
+    patch.setattr(Restarter, "_failure", lambda *given: whole(*given) | {"single_steps_from": None})
+    return schedules()
+
+
 def copies_continue(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """Nothing ends the older copy of a task."""
     patch.setattr(World, "fence", lambda self, older: None)
@@ -295,6 +302,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "kills count": ("policy", kills_count),
     "failures do not count": ("policy", failures_do_not_count),
+    "no single steps": ("policy", no_single_steps),
     # Every task takes the gang with it.
     "nobody restarts alone": ("policy", replaced(ClusterSpec, "restarts_alone", lambda self, task: False)),
     # A task that restarts alone waits for those that have met its previous attempt.

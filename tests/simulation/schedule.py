@@ -15,7 +15,7 @@ Invariants, each checked while a schedule runs or at its end:
                  where it begins with standby processes, it has one of every task or is over soon
     policy       kills and freezes never fail a run, unless too few tasks are there when a rendezvous times out; a
                  program that fails by itself again and again does; an evaluator never does; a worker of parameter
-                 servers that was killed restarts alone
+                 servers that was killed restarts alone; after a failure of a program single steps are recorded
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from cluster.agent.hub import SILENCE_S
 from cluster.agent.schedulers.lifecycle import COPY_S
 from cluster.agent.watchdog import FROZEN_S, SILENT_S
 from cluster.contract import spec
+from cluster.contract.recovery.attempt_limits import LOST_CONTACT, PROGRAM_FAILURE
 from cluster.contract.spec import Role
 from cluster.system.errors import EXIT_TIMEOUT
 from tests.simulation import machine
 from tests.simulation.drawn import FOREVER_S, STOPPING, Drawn, draw
-from tests.simulation.folder import Cache, SimFolder
+from tests.simulation.folder import MAX_RESTARTS, Cache, SimFolder
 from tests.simulation.training import Training
 from tests.simulation.world import Broken, Now, SimTask, World
 
-MAX_RESTARTS = 3
-HANG_TIMEOUT_S = 20.0
 SEEN_S = 6.0
 """Four polls of the slowest agent, within which each has noticed what another did."""
 STOP_S = 200.0
@@ -58,9 +57,7 @@ class Schedule:
         self.drawn = drawn or draw(seed)
         cluster = spec.build(**self.drawn.topology, separate_chief=not self.drawn.scripted)
         self.world = world = World(cluster, seed)
-        self.folder = world.folder = SimFolder(
-            world, cluster, max_restarts=MAX_RESTARTS, hang_timeout_s=HANG_TIMEOUT_S, script=self.drawn.scripted
-        )
+        self.folder = world.folder = SimFolder(world, cluster, script=self.drawn.scripted)
         self.training = world.training = Training(
             world, steps=self.drawn.steps, save_every=self.drawn.save_every, scripted=self.drawn.scripted
         )
@@ -107,7 +104,6 @@ class Schedule:
         return all(task.ended or task.gone for task in self.world.tasks.values())
 
     def _is_alone(self, name: str) -> bool:
-        """Whether a task restarts alone, as the contract says."""
         return name == "evaluator" or (name.startswith("worker") and bool(self.drawn.topology.get("ps")))
 
     def _inject(self, kind: str, name: str, seconds: float) -> None:
@@ -331,8 +327,10 @@ class Schedule:
     def _check_end(self) -> None:
         if all(task.gone for task in self.world.tasks.values()):
             return  # the command that watches the run ends it
-        self._watch_last()
-        outcome, drawn = self.first_outcome, self.drawn
+        outcome, drawn = self.folder.records.get("outcome"), self.drawn
+        if not isinstance(outcome, dict) or self.first_outcome not in (None, outcome):
+            raise Broken(f"outcome: {self.first_outcome} became {outcome}")
+        self.first_outcome = outcome
         if self.folder.records.get("summary") != outcome and not self.world.tasks["chief"].gone:
             raise Broken("end: the chief wrote no summary of the outcome")
         if outcome["state"] == "succeeded" and self.training.result != list(range(1, drawn.steps + 1)):
@@ -353,17 +351,15 @@ class Schedule:
         records = [value for name, value in self.folder.records.items() if name.startswith("generations/")]
         return [record for record in records if isinstance(record, dict)]
 
-    def _watch_last(self) -> None:
-        outcome = self.folder.records.get("outcome")
-        if not isinstance(outcome, dict) or self.first_outcome not in (None, outcome):
-            raise Broken(f"outcome: {self.first_outcome} became {outcome}")
-        self.first_outcome = outcome
-
     def _check_policy(self, outcome: dict[str, Any], kinds: Counter[str]) -> None:
         state = outcome["state"]
         del kinds["cut"]  # by which nothing may change
         if state == "stopped" and self.stop_at is None:
             raise Broken("policy: nobody requested the stop")
+        for begun in self.begun:
+            by_itself, last_step = begun.get("kind") in (PROGRAM_FAILURE, LOST_CONTACT), begun.get("last_step", -1)
+            if by_itself and last_step >= 0 and begun.get("single_steps_from") != last_step:
+                raise Broken(f"policy: {begun} does not begin with single steps")
         missed = outcome.get("exit_code") == EXIT_TIMEOUT  # see `_check_missing`
         if state == "failed" and not kinds["fails for good"] and not missed:
             raise Broken(f"policy: the run failed: {outcome}")

@@ -19,8 +19,6 @@ from tests.simulation.world import Broken, SimTask, World
 
 
 class Training:
-    """What the programs of a run do together."""
-
     def __init__(self, world: World, *, steps: int, save_every: int, scripted: bool = False) -> None:
         self.world, self.steps, self.save_every, self.scripted = world, steps, save_every, scripted
         spec = world.spec
@@ -63,7 +61,6 @@ class Training:
                     )
 
     def join(self, program: SimProgram) -> None:
-        """Let a program that has imported TensorFlow join its cluster."""
         if program.code is not None or program.owner.superseded:
             return
         if program.owner.name not in self.members:

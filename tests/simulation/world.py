@@ -76,7 +76,6 @@ class SimTask:
         return [program for program in self.programs if program.code is None and not program.standby]
 
     def start(self) -> None:
-        """Start the agent, as the engine does."""
         if self.lost or self.alive or self.ended or self.superseded:
             return
         self.alive, self.started_at = True, self.world.now

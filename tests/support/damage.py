@@ -14,6 +14,7 @@ from cluster.contract.run.records import Pace
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.system.json_files import append_json, write_json
 from cluster.system.processes import identity
+from tests.support.beats import LEDGER
 
 ABSENT_PID = 2**22 - 1
 
@@ -59,16 +60,8 @@ def fill(run: RunFolder) -> None:
         run.log(task.name).write_text("step 1\nstep 2\n")
         programs = {"agent": identity(ABSENT_PID), "program": identity(ABSENT_PID)}
         write_json(run.programs(task.name), programs)
-    seconds = {"input": 0.1, "compute": 1.0, "save": 0.1, "evaluate": 0.1}
-    recorded = {
-        "generation": 1,
-        "began": now,
-        "first_step_at": now,
-        "first": 3,
-        "updated_at": now,
-        "seconds": seconds,
-    }
-    write_json(run.ledger(1), recorded | {"step": 9, "timed_steps": 5})
+    recorded = LEDGER | {"generation": 1, "began": now, "first_step_at": now, "updated_at": now}
+    write_json(run.ledger(1), recorded | {"first": 3, "step": 9, "timed_steps": 5})
     write_json(run.control / "result.json", {"steps": 9, "metrics": {"eval_accuracy": 0.9}, "weights_sha256": "ab"})
     write_json(run.checkpoints / "ckpt-3.json", {"step": 3, "files": {"ckpt-3.index": {"size_bytes": 1}}})
     (run.checkpoints / "ckpt-3.index").write_bytes(b"x")
@@ -117,7 +110,6 @@ def lengthen(path: Path, draw: random.Random, outside: Path) -> None:
 
 
 def replace(path: Path, draw: random.Random, outside: Path) -> None:
-    """Replace the contents of a file."""
     path.write_bytes(draw.choice([*TEXTS, json.dumps(draw.choice(HOSTILE)).encode()]))
 
 
@@ -180,7 +172,6 @@ def hide(path: Path, draw: random.Random, outside: Path) -> None:
 
 
 def add(path: Path, draw: random.Random, outside: Path) -> None:
-    """Add unexpected files to a run."""
     if path.parent.is_dir() and not path.parent.is_symlink():
         name = draw.choice(["zzz.json", "-1.json", "².json", "1e9.json", f"{'9' * 200}.json", "\x1b[2J.json", ".json"])
         (path.parent / f"ckpt-{name}").write_bytes(draw.choice(TEXTS))

@@ -33,7 +33,6 @@ def read_page(text: str) -> Page:
 
 
 def scrape(port: int, path: str = "/metrics") -> Page:
-    """Return the series that are served on a port."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
         assert "text/plain; version=0.0.4; charset=utf-8" == answer.headers["Content-Type"]
         return read_page(answer.read().decode())

@@ -25,8 +25,6 @@ def assert_ended(summary: dict[str, Any], **values: Any) -> None:
 
 @dataclass(frozen=True)
 class Gang:
-    """A running cluster."""
-
     run: RunFolder
 
     def summary(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ HANG_S = 900.0
 
 
 def begin(*words: str, environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a module with its arguments."""
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-m", *words],
         cwd=ROOT,
@@ -53,7 +52,6 @@ def start(module: str, result: Path, *arguments: str, **environment: str) -> sub
 
 
 def finish(process: subprocess.Popen[str], result: Path) -> dict[str, Any]:
-    """Wait for a process of `start` and return its measurements."""
     output = output_of(process)
     assert 0 == process.returncode, output
     return json.loads(result.read_text())

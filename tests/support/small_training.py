@@ -21,7 +21,6 @@ from train.loops import steps
 from train.loops.train_step import TrainStep
 from train.model import gradients, objectives, optimizers
 from train.patches import batch_normalization
-from train.saving.saved_weights import weights_sha256
 
 SEED, GLOBAL_BATCH = 7, 12
 NUM_TRAIN, NUM_TEST = 40, 1003  # neither a multiple of the global batch
@@ -100,8 +99,6 @@ REGULARISED = functools.partial(new_model, 0.05)
 
 @dataclasses.dataclass
 class Training:
-    """A training step, and the function that runs steps."""
-
     train_step: TrainStep
     run: Any
 
@@ -113,10 +110,7 @@ class Training:
         result, model = self.run(0, STEPS), self.train_step.model
         return {
             "losses": result.losses.tolist(),
-            "scores": result.values["accuracy"].tolist(),
             "weights": weights_of(model),
-            "weights_sha256": weights_sha256(model),
-            "skipped": self.scale.metrics()["skipped_steps"] if self.scale else 0,
             "dtypes": sorted({variable.dtype for variable in model.trainable_variables}),
             "computes": sorted({layer.compute_dtype for layer in model.layers}),
         }

@@ -57,7 +57,6 @@ def new_model() -> keras.Model:
 
 
 def new_policy(model: keras.Model, settings: Optimizer = ADAM) -> GradientPolicy:
-    """Return the optimizer of a task with this model."""
     given: dict[str, Any] = dict.fromkeys(TaskContext.__dataclass_fields__)
     given |= {"config": TrainConfig(optimizer=settings), "source": SimpleNamespace(train_examples=EXAMPLES)}
     return TaskContext(**given | {"strategy": strategy, "model": model}).new_policy()

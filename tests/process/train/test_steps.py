@@ -62,9 +62,6 @@ def whole_model() -> keras.Model:
     return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
 
 
-# Bits
-
-
 def test_the_same_training_must_give_the_same_bits_also_from_an_iterator(source):
     read = dataclasses.replace(source, in_memory=False)
     one, other = (training("one", each, CLIPPED, micro_batches=2).trained() for each in (source, read))
@@ -95,9 +92,6 @@ def test_dropout_must_draw_again_for_every_step_micro_batch_and_replica(source):
     assert 12 == len({*first(5), *second(5), *first(6), *second(6)})
 
 
-# Memory
-
-
 def largest_temporary(source: Source, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the bytes of the largest activation in the graph of a step, and so of what memory holds of each layer."""
     layers = [keras.Input((FEATURES,)), *(keras.layers.Dense(512) for _ in range(3)), keras.layers.Dense(CLASSES)]
@@ -125,9 +119,6 @@ def largest_temporary(source: Source, micro_batches: int, monkeypatch: pytest.Mo
 
 def test_memory_must_fall_with_the_number_of_micro_batches(source, monkeypatch):
     assert largest_temporary(source, 4, monkeypatch) * 4 == largest_temporary(source, 1, monkeypatch)
-
-
-# Precision
 
 
 @pytest.mark.parametrize(
@@ -160,8 +151,6 @@ def test_tf_keras_takes_clipped_gradients():
     np.testing.assert_allclose(weight.numpy(), [3 - 0.5 * 0.6, 4 - 0.5 * 0.8], rtol=1e-6)
     assert 1 == int(optimizer.iterations)
 
-
-# Loss scaling
 
 STEEP = dataclasses.replace(OBJECTIVE, loss=lambda labels, outputs: 1e7 * OBJECTIVE.loss(labels, outputs))
 """Its loss is a float32, and its gradients are too large for float16 even where nothing scales them."""
@@ -207,9 +196,6 @@ def test_the_scale_doubles_after_many_good_steps(source):
     assert [2.0**15, 2.0**16, 2.0**16] == scales
 
 
-# The state of layers
-
-
 class Disagreeing(keras.layers.Layer):
     """Keeps a whole number that depends on the examples."""
 
@@ -232,8 +218,6 @@ def test_a_state_that_replicas_disagree_on_must_be_refused_by_its_name(source):
     assert "positive" in str(explained)
 
 
-# Signals
-
 NO, YES = False, True
 SIGNALS = ((NO, NO, NO), (NO, YES, NO), (YES, NO, YES), (NO, NO, YES), (YES, YES, YES))
 
@@ -251,9 +235,6 @@ def test_signals_of_one_task_reach_every_task(source, where):
     assert expected == [agree(one) for one in expected]
     replicas = strategy.num_replicas_in_sync
     assert [[-1] * replicas, [2**40] * replicas] == [steps.gathering(strategy)(number) for number in (-1, 2**40)]
-
-
-# Feeds
 
 
 @pytest.mark.parametrize("where", ["one", "mirrored-3"])

@@ -83,9 +83,6 @@ def traps() -> dict[str, Any]:
     return computed
 
 
-# BatchNormalization
-
-
 def test_layers_on_the_surface_in_a_model_and_in_a_layer_are_synchronized():
     """That the numbers are those of the whole batch: `tests/differential`."""
     inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
@@ -111,9 +108,6 @@ def test_masked_positions_are_left_out_over_the_whole_batch(traps, where):
 
 def test_keras_itself_leaves_them_out_by_replica(traps):
     assert np.abs(np.subtract(normalized("one"), traps["by_mask"])).max() > 0.01
-
-
-# Dropout
 
 
 @pytest.mark.usefixtures("traps")

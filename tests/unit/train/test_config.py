@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,23 +116,11 @@ def test_a_value_out_of_range_is_refused_with_the_range(option, value):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["--epochs", "three"], "'three'"),
-        (["--seed", "1.5"], "--seed"),
-        (["--epochs"], "--epochs"),
-        (["500"], "500"),
-        (["--preset", "mnist"], "--preset"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides, named):
-    words = refusal(*overrides)
-    assert words.startswith("override ")
-    assert named in words
-    assert words.isascii()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
+        ("--epochs three", "^override .*'three'"),
+        ("--seed 1.5", "^override .*--seed"),
+        ("--epochs", "^override .*--epochs"),
+        ("500", "^override .*500"),
+        ("--preset mnist", "^override .*--preset"),
         ("--bitwise-elastic 7", "--global-batch 196"),
         ("--bitwise-elastic 6 --loop fit", "--loop custom"),
         ("--bitwise-elastic 6 --no-deterministic", "--deterministic"),
@@ -142,8 +131,10 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(overrides, named):
         ("--num-outputs 3", "--source memory"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(overrides, named):
-    assert named in refusal(*overrides.split())
+def test_a_value_of_the_wrong_type_or_that_contradicts_another_is_refused_in_one_line(overrides, named):
+    words = refusal(*overrides.split())
+    assert re.search(named, words)
+    assert words.isascii()
 
 
 def test_a_stream_can_be_of_any_tfds_dataset():
@@ -153,7 +144,6 @@ def test_a_stream_can_be_of_any_tfds_dataset():
 
 @pytest.fixture
 def own(tmp_path, monkeypatch) -> Callable[[str], Path]:
-    """Writes the user's module `own_parts`, whose folder is on the path."""
     imports = "from train.config import Optimizer, TrainConfig\n"
     return lambda text: own_module.write(monkeypatch, tmp_path, "own_parts", f"{imports}{text}\n")
 
@@ -211,11 +201,6 @@ def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own):
     own("def net_2(s, k): pass")
     with pytest.raises(UsageError, match="^--model 'own_parts:net': .* has no 'net'; did you mean 'net_2'"):
         resolve_config("fashion_mnist", [], saved)
-
-
-def test_a_resumed_run_needs_its_preset_no_more():
-    saved = TrainConfig(preset="gone:preset", seed=7, threads=3, onednn="off")
-    assert saved == resolve_config("fashion_mnist", [], saved)
 
 
 def test_mnist_differs_from_fashion_mnist_by_its_data_alone():

@@ -69,20 +69,18 @@ def test_a_download_that_fails_gives_its_reason(tmp_path, address, monkeypatch, 
         fetch(tmp_path, f"{address}/{name}")
 
 
-def test_a_closed_port_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        with pytest.raises(PrerequisiteError, match="Connection refused"):
-            fetch(tmp_path, f"http://127.0.0.1:{closed.getsockname()[1]}/file.gz")
-
-
-def test_a_server_that_never_answers_is_given_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("listens", "reason"), [(False, "Connection refused"), (True, r"(no answer within 0\.2 s|timed out)$")]
+)
+def test_a_server_that_is_not_there_or_never_answers_is_given_up(tmp_path, monkeypatch, listens, reason):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(download, "PROBE_TIMEOUT_S", 0.2)
-    given_up = pytest.raises(PrerequisiteError, match=r"^127\.0\.0\.1: (no answer within 0\.2 s|timed out)$")
-    with socket.create_server(("127.0.0.1", 0)) as silent, given_up:
-        fetch(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/file.gz")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        with pytest.raises(PrerequisiteError, match=rf"^127\.0\.0\.1: .*{reason}"):
+            fetch(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}/file.gz")
 
 
 def test_a_resolver_that_hangs_is_given_up(tmp_path, monkeypatch):
@@ -158,12 +156,11 @@ def test_a_failing_apt_gives_its_reason(tmp_path, monkeypatch, apt_get, reason):
         fetch_package(tmp_path / "sources")
 
 
-def test_another_system_has_no_apt(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [("fashion_mnist", "no apt-get and no dpkg-deb on this machine"), ("mnist", "Debian has no package of mnist")],
+)
+def test_a_system_or_a_dataset_without_a_package_is_reported(tmp_path, monkeypatch, dataset, reason):
     stub(tmp_path / "bin", monkeypatch)
-    with pytest.raises(PrerequisiteError, match="no apt-get and no dpkg-deb on this machine"):
-        fetch_package(tmp_path / "sources")
-
-
-def test_debian_has_no_mnist(tmp_path):
-    with pytest.raises(PrerequisiteError, match="Debian has no package of mnist"):
-        fetch_package(tmp_path / "sources", "mnist")
+    with pytest.raises(PrerequisiteError, match=reason):
+        fetch_package(tmp_path / "sources", dataset)

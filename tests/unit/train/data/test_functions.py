@@ -24,7 +24,6 @@ NAME = "own_function:data"
 
 @pytest.fixture
 def function(monkeypatch) -> Callable[[Any], str]:
-    """Puts a function in a module; returns its name as a dataset."""
     module = own_module.put(monkeypatch, "own_function")
     monkeypatch.setattr(reading, "_OPEN", {})
 
@@ -37,8 +36,6 @@ def function(monkeypatch) -> Callable[[Any], str]:
 
 @pytest.fixture
 def source(function, tmp_path) -> Callable[[Any], Source]:
-    """Examines a function, and returns it as a source."""
-
     def make(data: Any) -> Source:
         examine_function(function(data), tmp_path / "data", "3")
         config = TrainConfig(source="function", dataset=NAME, num_outputs=3)

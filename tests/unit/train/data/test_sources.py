@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
-from cluster.system.json_files import read_json
 from tests.support import listed_examples, own_module
 from tests.support.listed_examples import TEST, TRAIN, ListedExamples, numbers, ranges, steps
 from train.config import TrainConfig
@@ -44,14 +43,6 @@ def source(request, tmp_path, monkeypatch) -> Source:
     return open_source(FUNCTION, tmp_path)
 
 
-@pytest.mark.extended
-def test_a_run_may_begin_at_any_step(source):
-    whole = steps(source, 0, 9, 2)
-    assert whole == steps(source, 0, 9, 2)
-    for first in (1, 3, 4, 7):  # an epoch is 20 / 6 steps long
-        assert whole[2 * first :] == steps(source, first, 9 - first, 2)
-
-
 def test_each_task_reads_its_own_part(source):
     whole = steps(source, 0, 9, 3)
     assert whole[0::3] == steps(source, 0, 9, 3, range(1))
@@ -68,8 +59,10 @@ def test_each_example_is_read_once_an_epoch_at_any_number_of_replicas(source):
 
 def test_an_iterator_starts_at_the_step_from_which_training_resumes(source):
     config, streamed = TrainConfig(global_batch=6, seed=7), dataclasses.replace(source, in_memory=False)
-    feed = feeds.train_feed(tf.distribute.get_strategy(), streamed, config, 3)
-    assert steps(source, 3, 4) == [feed.next().features[:, 0].numpy().astype(int).tolist() for _ in range(4)]
+    whole = steps(source, 0, 8)
+    for first in (1, 3, 4):  # an epoch is 20 / 6 steps long
+        feed = feeds.train_feed(tf.distribute.get_strategy(), streamed, config, first)
+        assert whole[first:] == [feed.next().features[:, 0].numpy().astype(int).tolist() for _ in range(8 - first)]
 
 
 def test_shapes_are_static_the_length_is_known_and_the_parts_of_an_example_stay_together(source):
@@ -119,21 +112,6 @@ def first_feature(source: Source) -> float:
     return float(next(iter(source.train_dataset(BatchSlice(2, 7)))).features[0, 0])
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(("config", "write"), [(ARRAYS, prepare), (SHARDS, shard)], ids=["arrays", "shards"])
-def test_a_later_generation_uses_the_data_of_the_first(make_run, tmp_path, config, write):
-    run = make_run(workers=0)
-    write(tmp_path, "1", 1.0)
-    assert 1.0 == first_feature(open_source(config, tmp_path, run))
-    write(tmp_path, "2", 2.0)
-    assert 1.0 == first_feature(open_source(config, tmp_path, run))
-    assert "1" == open_source(config, tmp_path, run).record.version
-    assert 2.0 == first_feature(open_source(config, tmp_path, make_run("another", workers=0)))
-    assert 2.0 == first_feature(open_source(config, tmp_path))
-    recorded = {"version": "1", "num_shards": 3 if config is SHARDS else 0}
-    assert recorded == read_json(run.control / "data.json")
-
-
 def test_another_number_of_shards_is_refused_in_one_line(run, tmp_path):
     shard(tmp_path, "1", 1.0)
     open_source(SHARDS, tmp_path, run)
@@ -144,19 +122,21 @@ def test_another_number_of_shards_is_refused_in_one_line(run, tmp_path):
     assert 3 == open_source(SHARDS, tmp_path, run).num_shards
 
 
-def test_data_that_is_gone_is_asked_for_by_its_version(run, tmp_path):
-    prepare(tmp_path, "1", 1.0)
-    open_source(ARRAYS, tmp_path, run)
-    store.path_of(tmp_path, "arrays", "own:numbers", "1").rename(tmp_path / "elsewhere")
-    prepare(tmp_path, "2", 2.0)
-    with pytest.raises(PrerequisiteError, match="^own:numbers 1 is not prepared"):
-        open_source(ARRAYS, tmp_path, run)
-
-
-def test_data_that_was_never_prepared_is_not_recorded(run, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "write", "kind"), [(ARRAYS, prepare, "arrays"), (SHARDS, shard, "shards")], ids=["arrays", "shards"]
+)
+def test_a_later_generation_asks_for_the_data_of_the_first(run, tmp_path, config, write, kind):
     with pytest.raises(PrerequisiteError):
-        open_source(ARRAYS, tmp_path, run)
+        open_source(config, tmp_path, run)
     assert not (run.control / "data.json").exists()
+    write(tmp_path, "1", 1.0)
+    open_source(config, tmp_path, run)
+    write(tmp_path, "2", 2.0)
+    assert 1.0 == first_feature(open_source(config, tmp_path, run))
+    assert 2.0 == first_feature(open_source(config, tmp_path))
+    store.path_of(tmp_path, kind, config.dataset, "1").rename(tmp_path / "elsewhere")
+    with pytest.raises(PrerequisiteError, match=f"^{config.dataset} 1 is not "):
+        open_source(config, tmp_path, run)
 
 
 def epoch(number: int, seed: int, num_examples: int) -> np.ndarray:
@@ -181,11 +161,6 @@ def test_the_order_of_arrays_never_changes():
 def test_seeds_that_share_their_low_bits_shuffle_differently():
     orders = {epoch(0, seed, 1000).tobytes() for seed in (7, 8, 7 + 2**8, 7 + 2**16, 7 + 2**32)}
     assert 5 == len(orders)
-
-
-def test_a_replica_batch_larger_than_an_epoch_is_refused():
-    with pytest.raises(UsageError, match="11 examples; expected 1 to 10"):
-        feeds.train_indices(tf.constant(0), tf.constant(0), BatchSlice(11, 7), 10)
 
 
 def test_a_size_that_tensorflow_cannot_permute_is_refused():

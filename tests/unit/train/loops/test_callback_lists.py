@@ -16,7 +16,6 @@ from train.config import Optimizer, TrainConfig
 
 @pytest.fixture
 def own_parts(monkeypatch) -> Any:
-    """The user's module."""
     return own_module.put(monkeypatch, "own_parts")
 
 

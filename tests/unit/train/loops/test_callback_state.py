@@ -77,8 +77,6 @@ class Phase(enum.Enum):
 
 
 class Window:
-    """An object of the user's own."""
-
     def __init__(self) -> None:
         self.values: dict[int, float] = {}
         self.lock = threading.Lock()
@@ -89,8 +87,6 @@ class Window:
 
 
 class Everything(keras.callbacks.Callback):
-    """State in places of all kinds."""
-
     def __init__(self) -> None:
         super().__init__()
         total = [0.0]

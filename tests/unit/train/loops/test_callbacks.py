@@ -19,7 +19,7 @@ from tensorflow import keras
 
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
-from cluster.system.errors import UsageError
+from cluster.system.errors import RunFailed, UsageError
 from cluster.system.json_files import read_json, read_json_lines
 from tests.support import own_module
 from train.config import Optimizer, TrainConfig
@@ -54,8 +54,6 @@ class Log:
 
 
 class Recorder(keras.callbacks.Callback):
-    """Keeps what it is called with."""
-
     def __init__(self) -> None:
         super().__init__()
         self._log = Log()
@@ -379,6 +377,12 @@ def test_fit_logs_what_a_train_step_returns(train):
 def test_a_train_step_without_a_loss_is_refused(train):
     with pytest.raises(UsageError, match="d_loss"):
         train(5, loop="fit", model=Nameless)
+
+
+def test_a_loss_of_fit_that_is_not_finite_ends_the_run(train, own_parts):
+    own_parts.loss = lambda labels, outputs: outputs[:, 0] / 0.0
+    with pytest.raises(RunFailed, match=r"^loss is (nan|inf|-inf) at step 1; lower --optimizer.learning-rate"):
+        train(5, loop="fit")
 
 
 def test_steps_inside_an_epoch_of_keras_are_reported():

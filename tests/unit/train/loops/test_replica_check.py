@@ -1,5 +1,6 @@
 """Silent corruption is found by a comparison of all copies of the weights, and the right task is named."""
 
+import contextlib
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -126,19 +127,25 @@ def test_what_an_exchange_takes_longer_than_the_shortest_is_waiting_for_slower_t
     assert [0.0, 0.0, 1.5, 0.0] == [check.compare(step) for step in (1, 2, 3, 3)]
 
 
-def test_the_weights_are_compared_again_between_the_last_evaluation_and_the_export():
+@pytest.mark.parametrize("has_callbacks", [False, True])
+def test_the_weights_are_compared_again_after_the_last_evaluation_and_before_callbacks_may_change_them(has_callbacks):
     done = []
+    callbacks = SimpleNamespace(end=lambda _step, stopped: done.append("callbacks"))
+    report = SimpleNamespace(evaluated_at=0, evaluating=contextlib.nullcontext)
+    report.end = lambda _step, stopped: done.append(("export", stopped))
     training = SimpleNamespace(
         _check=SimpleNamespace(compare=lambda step, again=False: done.append(("compare", step, again))),
         save=SimpleNamespace(saved_at=8, save=lambda _step: done.append("save")),
         _evaluate=SimpleNamespace(evaluate=lambda _step: done.append("evaluate")),
-        report=SimpleNamespace(evaluated_at=0, end=lambda _step, stopped: done.append(("export", stopped))),
-        callbacks=None,
+        report=report,
+        agree=lambda signals: signals,
+        callbacks=callbacks if has_callbacks else None,
         _setup=SimpleNamespace(checkpoint=SimpleNamespace(release=lambda: None)),
         _context=SimpleNamespace(task_stages=None),
     )
     Training.end(training, 9, Stop.END)
-    assert [("compare", 9, False), "save", "evaluate", ("compare", 9, True), ("export", False)] == done
+    first, last = ([], ["callbacks", "save"]) if has_callbacks else (["save"], [])
+    assert [("compare", 9, False), *first, "evaluate", ("compare", 9, True), *last, ("export", False)] == done
 
 
 @pytest.mark.parametrize("lost", [False, True])

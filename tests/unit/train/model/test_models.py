@@ -39,8 +39,6 @@ class Subclass(keras.Model):
 
 @pytest.fixture
 def build(monkeypatch) -> Callable[[Callable[..., Any]], keras.Model]:
-    """Builds the model of a function of the user's."""
-
     def make(function: Callable[..., Any]) -> keras.Model:
         own_module.put(monkeypatch, "own_models", model=function)
         return models.build_by_name("own_models:model", SHAPE, OUTPUTS)
@@ -221,9 +219,6 @@ def test_an_example_of_padding_alone_counts_nothing():
     np.testing.assert_allclose(masks.average_by_example(values[:1], mask[2:]), [0.0])
 
 
-# Optimizers
-
-
 PEAK = 0.1
 
 
@@ -271,9 +266,7 @@ def test_evaluation_uses_the_averages_if_requested(tmp_path: Path, evaluate: boo
 
 
 @pytest.mark.parametrize("name", ["nothing", "scaled"])
-def test_a_function_that_returns_no_optimizer_or_one_that_unscales_gradients_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_function_that_returns_no_optimizer_or_one_that_unscales_gradients_is_refused(monkeypatch, name):
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     own_module.put(monkeypatch, "own_optimizers", nothing=lambda rate: rate, scaled=lambda _rate: scaled)
     with pytest.raises(UsageError, match=f"--optimizer.name 'own_optimizers:{name}' returned"):

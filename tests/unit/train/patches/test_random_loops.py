@@ -15,8 +15,6 @@ layers = keras.layers
 
 
 class Cell(layers.Layer):
-    """The cell of an RNN with a Dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.state_size, self.dropout = 2, layers.Dropout(0.5)

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
-    """What two tasks measure, and one process."""
     folder = tmp_path_factory.mktemp("script_patches")
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
     tasks = {}

@@ -98,12 +98,6 @@ def test_stages_that_wait_for_each_other_are_noticed():
         schedule.interleave(programs)
 
 
-def test_values_come_from_the_stage_before_and_gradients_from_the_stage_after():
-    assert [None, 0, 1] == [schedule.find_sender(stage, Opcode.FORWARD, 3) for stage in range(3)]
-    assert [1, 2, None] == [schedule.find_sender(stage, Opcode.BACKWARD, 3) for stage in range(3)]
-    assert [None] * 3 == [schedule.find_sender(stage, Opcode.UPDATE, 3) for stage in range(3)]
-
-
 def blocks(costs, parameter_bytes=0, activation_bytes=0):
     return [
         BlockCost((f"layer_{at}", f"act_{at}"), float(cost), parameter_bytes, 0, activation_bytes, 1)

@@ -1,8 +1,8 @@
 """The files of checkpoints: no kill, full disk or damage loses a good one, and all tasks take the same."""
 
+import os
 import random
-import subprocess
-import sys
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,43 +124,28 @@ def test_a_full_disk_does_not_damage_the_good_checkpoint(mount_disk):
     assert [5, 4] == steps_of(small_disk)
 
 
-KILLED = f"""
-import sys
-from pathlib import Path
-from tests.unit.train.saving.test_files_of_checkpoints import State
-from cluster.contract.recovery.checkpoint_files import Saved, delete_leftovers, delete_older, list_finished
-from cluster.contract.recovery.checkpoint_files import write_checkpoint
-folder, generation = Path(sys.argv[1]), int(sys.argv[2])
-delete_leftovers(folder, generation)
-step = max((saved.step for saved in list_finished(folder)), default=0)
-print("ready", flush=True)
-while True:
-    step += 1
-    write_checkpoint(State(step % 256, size={20 * SIZE}), Saved(folder, step), generation)
-    delete_older(Saved(folder, step), 1)
-"""
-
-
-def test_an_older_copy_of_the_writer_deletes_no_newer_checkpoint(tmp_path):
-    save(tmp_path, 4, 5, 6)
-    write_checkpoint(State(3), Saved(tmp_path, 3))  # by a writer that was suspended
-    delete_older(Saved(tmp_path, 3), 1)
-    assert [6, 5, 4, 3] == steps_of(tmp_path)
+def write_until_killed(folder: Path, generation: int) -> None:
+    delete_leftovers(folder, generation)
+    step = max(steps_of(folder), default=0)
+    while True:
+        step += 1
+        write_checkpoint(State(step % 256, size=20 * SIZE), Saved(folder, step), generation)
+        delete_older(Saved(folder, step), 1)
 
 
 def test_a_kill_at_any_moment_leaves_a_good_checkpoint_and_no_leftovers(tmp_path):
     """With one checkpoint kept: writing, switching and pruning are all cut short somewhere."""
     random_, last = random.Random(4), 0
     for generation in range(6):
-        program = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path), str(generation)], cwd=ROOT, stdout=subprocess.PIPE
-        )
-        assert program.stdout is not None
-        program.stdout.readline()
+        if not (writer := os.fork()):
+            try:
+                write_until_killed(tmp_path, generation)
+            finally:
+                os._exit(1)
         wait_for(lambda before=last: max(steps_of(tmp_path), default=0) > before, "a checkpoint")
         time.sleep(random_.uniform(0, 0.05))  # the moment of the kill is what is drawn
-        program.kill()
-        program.communicate()
+        os.kill(writer, signal.SIGKILL)
+        assert signal.SIGKILL == os.WTERMSIG(os.waitpid(writer, 0)[1])
         good = find_newest_good(tmp_path, pytest.fail)
         assert good is not None
         last = good.step

@@ -16,7 +16,6 @@ BUILT_IN = ("two_conv_cnn", "other_cnn")
 
 @pytest.fixture
 def write(tmp_path, monkeypatch) -> Callable[[str, str], Path]:
-    """Writes a module of the user's, whose folder is on the path."""
     return functools.partial(own_module.write, monkeypatch, tmp_path)
 
 

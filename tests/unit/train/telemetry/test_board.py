@@ -45,19 +45,18 @@ def test_a_preset_varies_nothing(preset):
     assert {} == varied(overrides.resolve_config(preset, []))
 
 
-def test_numbers_are_grouped(make_run):
+def test_numbers_are_grouped_and_the_known_shares_of_a_step_are_shown(make_run):
     values = {"loss": 1.0, "accuracy": 0.5, "examples_per_s": 9.0, "eval_loss": 1.0, "eval_top_5": 0.9, "skipped": None}
-    board = written(make_run(), lambda metrics: metrics.log(5, 0.5, 10, values))
-    assert {"train/loss", "train/accuracy", "perf/examples_per_s", "eval/loss", "eval/top_5"} == set(
-        board.Tags()["tensors"]
-    )
 
+    def write(metrics: Metrics) -> None:
+        metrics.log(5, 0.5, 10, values)
+        metrics.shares(5, Pace(steps=3, input_share=0.25))
 
-def test_shares_of_a_step_that_are_known_are_shown(make_run):
-    board = written(make_run(), lambda metrics: metrics.shares(5, Pace(steps=3, input_share=0.25)))
+    board = written(make_run(), write)
     (share,) = board.Tensors("perf/input_share")
     assert (5, 0.25) == (share.step, float(make_ndarray(share.tensor_proto)))
-    assert {"perf/input_share"} == set(board.Tags()["tensors"])
+    logged = {"train/loss", "train/accuracy", "perf/examples_per_s", "eval/loss", "eval/top_5"}
+    assert logged | {"perf/input_share"} == set(board.Tags()["tensors"])
 
 
 def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch):

@@ -27,10 +27,15 @@ def give(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_gpus_that_are_there_are_used(monkeypatch, seen):
-    give(monkeypatch, 2)
-    seen += ["first", "second"]
-    assert ["GPU:0", "GPU:1"] == strategy.configure_devices(2)
+@pytest.mark.parametrize(
+    ("given", "visible", "devices"),
+    [(2, 2, ["GPU:0", "GPU:1"]), (0, 1, ["GPU:0"]), (0, 0, ["CPU:0", "CPU:1"])],  # without GPUs, logical CPUs
+)
+def test_gpus_that_are_there_are_used(monkeypatch, seen, given, visible, devices):
+    if given:
+        give(monkeypatch, given)
+    seen += ["gpu"] * visible
+    assert devices == strategy.configure_devices(len(devices))
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -49,9 +54,3 @@ def test_a_task_that_only_serves_checks_them_too(monkeypatch, seen):
     monkeypatch.setattr(strategy.tf.distribute, "Server", lambda *_, **__: pytest.fail("it serves"))
     with pytest.raises(PrerequisiteError, match="TensorFlow sees 0 of 1 GPUs"):
         strategy.run_tensorflow_server(Task(Role.WORKER, 0, "worker-0", 2222), 1)
-
-
-def test_without_any_given_devices_are_logical_cpus(seen):
-    assert ["CPU:0", "CPU:1"] == strategy.configure_devices(2)
-    seen += ["first"]
-    assert ["GPU:0"] == strategy.configure_devices(1)
