@@ -22,7 +22,6 @@ from cluster.contract.recovery.checkpoint_files import (
     write_checkpoint,
 )
 from cluster.system.errors import EXIT_FAILED, RunFailed
-from cluster.system.files import ROOT
 from cluster.system.json_files import DISK_FULL
 from tests.support.waiting import wait_for
 
