@@ -57,7 +57,8 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 def print_lines(*lines: str, file: TextIO | None = None) -> None:
     """Print lines, wrapped to the terminal, and flush them."""
-    print("\n".join(fit(lines)), file=file, flush=True)
+    for line in fit(lines):
+        print(line, file=file, flush=True)
 
 
 def print_wait(line: str) -> None:
