@@ -74,6 +74,7 @@ class Attempt:
         self._code: int | None = None
         self._others_failed = False
         self._failed_at = self._last_silence_s = self._chief_done_s = 0.0
+        self._chief_seen_at = time.monotonic()
 
     @property
     def state(self) -> str:
@@ -221,7 +222,9 @@ class Attempt:
             # A sidecar that died, or a program that never ends by itself, reports neither state.
             if self.phase is Phase.DONE and not self.task.role.is_sidecar and state != facts.state:
                 state = ""
-            self._chief_done_s = self._chief_done_s + self.poll_s if state else 0.0
+            now = time.monotonic()
+            passed_s = min(now - self._chief_seen_at, self.poll_s)  # not the time for which this agent was frozen
+            self._chief_done_s, self._chief_seen_at = self._chief_done_s + passed_s if state else 0.0, now
             facts = replace(facts, chief_done_s=self._chief_done_s, chief_state=state)
         if not decide.records_outcome(facts):
             return facts
