@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.figures import Figure, ratios
+from benchmarks.figures import Figure
 from benchmarks.peers import Peer
 from benchmarks.runs import ENDLESS, LIMIT_S, Bench
 from cluster.contract.recovery import standby_cluster
@@ -33,17 +33,15 @@ EVERY_S = (5.0, 15.0, 60.0)
 WINDOW_S, QUICK_S = 600.0, 40.0
 CALM_S = 30.0
 """Seconds of training before the window, to measure the time per step."""
-MEMORY, DISK = "with snapshots in memory", "checkpoints alone"
-WAITING = "with snapshots in memory, steps that leave the processor idle"
-WORDS = {MEMORY: (), DISK: ("--no-memory-snapshots",), WAITING: ()}
-OVERRIDES = {
-    WAITING: (
-        "--model=benchmarks.own_models:waiting",
-        "--dataset=benchmarks.own_models:rows",
-        "--steps-per-loop=5",
-        "--log-every=5",
-    ),
-}
+WAITING = (
+    "--model=benchmarks.own_models:waiting",
+    "--dataset=benchmarks.own_models:rows",
+    "--steps-per-loop=5",
+    "--log-every=5",
+)
+"""Steps that leave the processor idle, as those on a GPU do."""
+OURS: dict[str, tuple[str, ...]] = {"tf-cluster": (), "tf-cluster, steps that wait 50 ms": WAITING}
+"""Our variants, with their overrides."""
 
 
 def measure(bench: Bench) -> list[Figure]:
@@ -51,19 +49,18 @@ def measure(bench: Bench) -> list[Figure]:
     others = [peer for peer in peers.PEERS if bench.peers and peer.python]
     figures = []
     for every_s in EVERY_S:
-        shares: dict[str, list[float]] = {how: [] for how in (*WORDS, *(peer.title for peer in others))}
+        shares: dict[str, list[float]] = {how: [] for how in (*OURS, *(peer.title for peer in others))}
         for turn in bench.turns():
             name = f"goodput-{every_s:g}-{turn}"
-            for number, how in enumerate(WORDS):
-                with _ours(bench, f"{name}-{number}", how) as training:
+            for number, (how, overrides) in enumerate(OURS.items()):
+                with _ours(bench, f"{name}-{number}", overrides) as training:
                     shares[how].append(_goodput(training, every_s, _window_s(bench)))
             for peer in others:
                 with _other(bench, peer, bench.folder / f"{name}-{peer.module}") as training:
                     shares[peer.title].append(_goodput(training, every_s, _window_s(bench)))
             bench.log(f"    {every_s:g} s: {', '.join(f'{how} {found[-1]:.2f}' for how, found in shares.items())}")
         title = f"goodput of two tasks, one of which is killed every {every_s:g} s for {_window_s(bench):g} s"
-        compared = ratios(shares[MEMORY], shares[DISK])
-        figures.append(Figure(f"goodput-{every_s:g}", title, "of the time", shares, compared))
+        figures.append(Figure(f"goodput-{every_s:g}", title, "of the time", shares))
     return figures
 
 
@@ -106,8 +103,8 @@ def _steps_per_s(training: _Training) -> float:
 
 
 @contextmanager
-def _ours(bench: Bench, name: str, how: str) -> Iterator[_Training]:
-    run = bench.up(name, "--workers=1", "--detach", *WORDS[how], steps=ENDLESS, overrides=OVERRIDES.get(how, ()))
+def _ours(bench: Bench, name: str, overrides: tuple[str, ...]) -> Iterator[_Training]:
+    run = bench.up(name, "--workers=1", "--detach", steps=ENDLESS, overrides=overrides)
 
     def programs() -> list[int]:
         found = [records.read_record(run.programs(task), Programs.from_json, None) for task in ("chief", "worker-0")]

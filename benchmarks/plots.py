@@ -18,6 +18,7 @@ PLOTS = {
     "throughput": ("throughput-together", "throughput-alone"),
     "scaling": ("scaling", "scaling-same-batch", "scaling-apart"),
     "recovery": ("recovery", "recovery-containers"),
+    "goodput": ("goodput-5", "goodput-15", "goodput-60"),
 }
 """The figures that each plot shows."""
 
