@@ -31,8 +31,9 @@ DTYPES = {
 LAYERS = (
     "batch_norm", "layer_norm", "l2", "constraint", "mean_loss", "sum_loss", "activity", "shared", "residual", "nested",
     "frozen", "counter", "running_mean", "spectral", "dropout", "tied", "subclass", "variable", "double", "pretrained",
+    "blocks",
 )  # fmt: skip
-DRAWN_LATER = ("tied", "subclass", "variable", "double", "pretrained")
+DRAWN_LATER = ("tied", "subclass", "variable", "double", "pretrained", "blocks")
 """Layers that do not suit every case, or were added later, which must not change the cases of earlier seeds."""
 CANCELLED = ("hidden/bias", "batch_normalization/moving_mean", "hidden_bias_average")
 """Ends of the paths of what batch normalization subtracts again: the gradient is rounding alone, and so is the step of
@@ -156,6 +157,8 @@ def draw(seed: int) -> Case:
         case["layers"] += ("double",)
     if maybe(0.15) and "subclass" not in case["layers"]:
         case["layers"] += ("pretrained",)
+    if maybe(0.15):
+        case["layers"] += ("blocks",)
     return Case(seed, **case)
 
 

@@ -18,7 +18,7 @@ from cluster.contract.recovery.checkpoint_files import NO_CHECKPOINT, Saved
 from cluster.system.errors import RunFailed
 from train.model import initial_weights
 from train.saving.snapshots import Gather, MemorySnapshots
-from train.saving.trees import Joint, Mirror, Snapshot, unwrap
+from train.saving.trees import Joint, Mirror, Snapshot, parts_of_model, unwrap
 
 
 def divergence_error(problem: str) -> RunFailed:
@@ -71,7 +71,7 @@ class CheckpointManager:
 
     def __post_init__(self) -> None:
         optional = {"loss_scale": self.loss_scale, "callbacks": self.callbacks}
-        self._parts = {"step": self.step, "model": self.model, "optimizer": self.optimizer}
+        self._parts = {"step": self.step, **parts_of_model(self.model), "optimizer": self.optimizer}
         self._optional = {name: part for name, part in optional.items() if part is not None}
         self.tree = tf.train.Checkpoint(**self._parts, **self._optional)
         self._copy: Snapshot | None = None

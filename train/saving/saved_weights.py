@@ -8,7 +8,7 @@ from tensorflow import keras
 
 from train.config import TrainConfig
 from train.model import optimizers
-from train.saving.trees import Mirror, unwrap
+from train.saving.trees import Mirror, parts_of_model, unwrap
 
 
 def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
@@ -24,7 +24,7 @@ def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trai
 
 def load_trained(model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
     """Load the trained weights of a checkpoint into a model; see `load_evaluated`."""
-    checkpoint = tf.train.Checkpoint(model=as_trained or model)
+    checkpoint = tf.train.Checkpoint(**parts_of_model(as_trained or model))
     if as_trained:
         pairs = zip(as_trained.variables, model.variables, strict=True)
         variables = {id(unwrap(saved)): unwrap(variable) for saved, variable in pairs}

@@ -25,6 +25,7 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  #
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
 from cluster.system.waiting import wait_until
+from train.model import layer_state
 
 LIMIT_S = 600.0
 """Longest wait for the other tasks. A task that fails to write ends, and then the agents end the others."""
@@ -77,6 +78,23 @@ class Mirror:
             if (replaced := self._node(child, f"{path}/{name}")) is not None:
                 setattr(module, name, replaced)
         return module
+
+
+def parts_of_model(model: Any) -> dict[str, Any]:
+    """Return the parts of a checkpoint for a model: the model, and `untracked` with variables that TensorFlow misses.
+
+    TensorFlow finds variables by the attributes of layers, but Keras 3 hides lists and dictionaries from it
+    (`keras/src/backend/tensorflow/trackable.py`), such as the layers of `self.blocks = [...]`. Their variables are
+    numbered in the model's order.
+    """
+    found = Mirror(tf.train.Checkpoint(model=model), lambda variable: variable).pairs
+    known = {id(variable) for variable, _ in found}
+    variables = [*map(unwrap, model.weights), *layer_state.tensorflow_variables(model).values()]
+    untracked = tf.Module()
+    for number, variable in enumerate(variables):
+        if id(variable) not in known:
+            setattr(untracked, f"variable_{number}", variable)
+    return {"model": model} | ({"untracked": untracked} if untracked.variables else {})
 
 
 class Snapshot(Mirror):

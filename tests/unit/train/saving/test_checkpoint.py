@@ -13,6 +13,7 @@ from cluster.contract.recovery import checkpoint_files
 from cluster.contract.recovery.checkpoint_files import list_finished
 from cluster.system.errors import RunFailed
 from train.model.gradients import FIRST_SCALE, LossScale
+from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
@@ -26,6 +27,21 @@ def parts(seed: int = 0) -> Parts:
     optimizer = keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
     return model, optimizer, tf.Variable(0, dtype=tf.int64)
+
+
+class Blocks(keras.layers.Layer):
+    """Has layers and a variable in lists and dictionaries, where TensorFlow does not look for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = keras.layers
+        self.blocks = [layers.Dense(4), {"normalize": layers.BatchNormalization()}]
+        self.frozen = {"dense": layers.Dense(4, trainable=False)}
+        self.counts = [tf.Variable(0.0, trainable=False)]
+
+    def call(self, inputs: Any) -> Any:
+        outputs = self.blocks[1]["normalize"](self.blocks[0](inputs))
+        return self.frozen["dense"](outputs) * (1 + self.counts[0])
 
 
 def saving(folder: Path, own: Parts, **options: Any) -> CheckpointManager:
@@ -52,6 +68,27 @@ def test_the_newest_is_restored_with_all_of_its_state(tmp_path, three):
         np.testing.assert_array_equal(mine, theirs)
     for mine, theirs in zip(three[1].variables, other[1].variables, strict=True):
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+
+
+def test_variables_in_lists_and_dictionaries_are_restored(tmp_path):
+    def new() -> tuple[Parts, Blocks]:
+        blocks = Blocks()
+        model = keras.Sequential([keras.Input((4,)), blocks, keras.layers.Dense(2)])
+        return (model, keras.optimizers.Adam(), tf.Variable(0, dtype=tf.int64)), blocks
+
+    own, blocks = new()
+    own[0].set_weights([np.random.default_rng(0).normal(size=weight.shape) for weight in own[0].get_weights()])
+    blocks.counts[0].assign(3.0)
+    saves = saving(tmp_path, own)
+    saves.save(1)
+    saves.wait()
+    resumed, evaluated = new(), new()
+    assert 1 == saving(tmp_path, resumed[0]).restore()
+    saved_weights.load_trained(evaluated[0][0], str(tmp_path / "ckpt-1"))
+    for (model, *_), restored in (resumed, evaluated):
+        assert restored.counts[0].numpy() == 3.0
+        for mine, theirs in zip(own[0].get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 def test_a_loss_scale_is_restored_and_optional(tmp_path):
