@@ -45,6 +45,8 @@ CHOICES = {
     "onednn": ("auto", "on", "avx512", "avx2", "off"),
     "pipeline.schedule": SCHEDULES,
 }
+TOO_FEW_INSTRUCTIONS = {"avx2": ("bf16", "fp16"), "avx512": ("fp16",)}
+"""The precisions for which oneDNN, limited to these instructions, has no kernels on processors that compute in them."""
 REFERENCES = {
     "dataset": tuple(VERSIONS),
     "model": MODELS,
@@ -210,6 +212,11 @@ class TrainConfig:
                 f"--optimizer.schedule {self.optimizer.schedule} with --callbacks tutorial, which set the "
                 "learning rate: omit one of them"
             )
+        if self.precision in TOO_FEW_INSTRUCTIONS.get(self.onednn, ()):
+            raise UsageError(
+                f"--onednn {self.onednn} with --precision {self.precision}, for which oneDNN needs more instructions: "
+                "omit --onednn"
+            )
         if self.source == "function" and ":" not in self.dataset:
             raise UsageError(
                 f"--source function with --dataset {self.dataset}: expected package.module:function, of (split, shard)"
@@ -233,7 +240,9 @@ class TrainConfig:
         threads, onednn = self.threads, self.onednn
         if self.deterministic:
             threads = threads or cores or len(os.sched_getaffinity(0))
-        if onednn == "auto" and self.model in REPEATABLE:
+        if onednn == "auto" and self.precision == "fp16":
+            onednn = "off"  # on processors with AVX512_FP16 its steps take 30 times as long
+        elif onednn == "auto" and self.model in REPEATABLE:
             onednn = "on"
         elif onednn == "auto" and self.deterministic and (self.model in MODELS or self.precision != "fp32"):
             onednn = "off"

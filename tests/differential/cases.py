@@ -2,12 +2,12 @@
 
 python -m tests.differential.cases FOLDER SEED ...         prints what came out of each as JSON
 python -m tests.differential.cases FOLDER --shrink SEED    of the smallest case like it that is still wrong
+
+With ONEDNN=off for cases in half precision, as `up` decides.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import json
 import os
 import shutil
@@ -21,15 +21,15 @@ from cluster.host.launch.plan import AVX512, processor_flags
 from train.config import TrainConfig
 from train.startup import preload
 
-KERNELS = "avx512" if AVX512 <= processor_flags() else "avx2"
+KERNELS = os.environ.get("ONEDNN") or ("avx512" if AVX512 <= processor_flags() else "avx2")
 preload.set_variables(TrainConfig(onednn=KERNELS), "one")  # as `up` decides for these models
 
 from cluster.contract.run.folder import RunFolder  # noqa: E402
 from cluster.system import fork_server  # noqa: E402
 from cluster.system.errors import UsageError  # noqa: E402
 from tests.differential import trainer  # noqa: E402
-from tests.differential.draw import CANCELLED, Case, draw, reduced, twin  # noqa: E402
-from tests.differential.refused import REFUSALS  # noqa: E402
+from tests.differential.draw import CANCELLED, Case, reduced, twin  # noqa: E402
+from tests.differential.refused import REFUSALS, parsed  # noqa: E402
 from tests.differential.source import write  # noqa: E402
 
 LOSSES, EVALUATIONS, WEIGHTS, OPTIMIZER, HALF = 1e-6, 1e-5, 1e-4, 1e-2, 0.2
@@ -98,15 +98,6 @@ def problems(case: Case, found: dict[str, Any]) -> list[str]:
                 worst = max(value, key=value.get) if isinstance(value, dict) else name
                 wrong.append(f"{name}: {worst} is {apart:.1e} apart, relatively; expected at most {bound:g}")
     return wrong
-
-
-def parsed(words: str) -> Case:
-    """Return the case of `SEED`, of `SEED:field=value;field=value`, or of the row `refused:NUMBER`."""
-    seed, _, changes = words.partition(":")
-    if seed == "refused":
-        return dataclasses.replace(REFUSALS[int(changes)].example, seed=100_000 + int(changes))
-    values = (change.split("=", 1) for change in changes.split(";") if change)
-    return dataclasses.replace(draw(int(seed)), **{name: ast.literal_eval(value) for name, value in values})
 
 
 def shrink(case: Case, folder: Path) -> Case:

@@ -1,11 +1,13 @@
-"""The combinations that `up` refuses before any task starts, which docs/internals/differential.md lists."""
+"""The combinations that `up` refuses before any task starts, see docs/internals/differential.md, and names of cases."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.differential.draw import BATCH, Case, own_optimizer
+from tests.differential.draw import BATCH, Case, draw, own_optimizer
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,11 @@ class Refusal:
 
 
 def _has_state(case: Case) -> bool:
-    return bool({"batch_norm", "nested", "counter", "running_mean", "spectral"} & set(case.layers))
+    return bool({"batch_norm", "nested", "blocks", "counter", "running_mean", "spectral"} & set(case.layers))
 
 
 def _normalizes(case: Case) -> bool:
-    return bool({"batch_norm", "nested"} & set(case.layers))
+    return bool({"batch_norm", "nested", "blocks"} & set(case.layers))
 
 
 def _piped(case: Case) -> bool:
@@ -150,7 +152,16 @@ REFUSALS = (
 def blocks(case: Case) -> int:
     """Return the places at which the model of a case can begin a stage."""
     weighted = {"layer_norm", "l2", "constraint", "activity", "residual", "nested", "frozen", "spectral"}
-    weighted |= {"double"}
+    weighted |= {"double", "blocks"}
     state = {"counter", "running_mean"}
     first = 2 if case.kind in ("tokens", "tags") else 1
     return first + len((weighted | state) & set(case.layers)) + ("shared" in case.layers) + 1
+
+
+def parsed(words: str) -> Case:
+    """Return the case of `SEED`, of `SEED:field=value;field=value`, or of the row `refused:NUMBER`."""
+    seed, _, changes = words.partition(":")
+    if seed == "refused":
+        return dataclasses.replace(REFUSALS[int(changes)].example, seed=100_000 + int(changes))
+    values = (change.split("=", 1) for change in changes.split(";") if change)
+    return dataclasses.replace(draw(int(seed)), **{name: ast.literal_eval(value) for name, value in values})

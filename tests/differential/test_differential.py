@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import fast
-from tests.differential.refused import REFUSALS
+from tests.differential.refused import REFUSALS, parsed
 
 ROOT = Path(__file__).parents[2]
 CASES = (
@@ -55,19 +55,23 @@ LIMIT_S = 3600
 
 @pytest.fixture(scope="module")
 def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], dict[str, dict[str, Any]]]:
-    """Runs cases in two processes; returns what came out of each."""
+    """Runs cases in two processes, and those in half precision in a third; returns what came out of each."""
     fast.leave_out("starts TensorFlow")
 
     def run(cases: Sequence[str]) -> dict[str, dict[str, Any]]:
         folder, processes = tmp_path_factory.mktemp("cases"), []
-        for number in range(PROCESSES):
-            command = [sys.executable, "-m", "tests.differential.cases", str(folder / str(number))]
+        half = [case for case in cases if parsed(case).precision != "fp32"]
+        full = [case for case in cases if case not in half]
+        variables = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONHASHSEED": "0"}
+        groups = [group for group in (*(full[number::PROCESSES] for number in range(PROCESSES)), half) if group]
+        for number, group in enumerate(groups):
+            command = [sys.executable, "-m", "tests.differential.cases", str(folder / str(number)), *group]
             with (folder / f"{number}.log").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        [*command, *cases[number::PROCESSES]],
+                        command,
                         cwd=ROOT,
-                        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONHASHSEED": "0"},
+                        env=os.environ | variables | {"ONEDNN": "off" if group is half else ""},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
@@ -78,7 +82,7 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[st
             process.wait(timeout=LIMIT_S)
             lines = (folder / f"{number}.log").read_text().splitlines()
             results = [json.loads(line) for line in lines if line.startswith('{"case"')]
-            assert len(results) == len(cases[number::PROCESSES]), "\n".join(lines[-30:])
+            assert len(results) == len(groups[number]), "\n".join(lines[-30:])
             found |= {result["case"]: result for result in results}
         return found
 

@@ -236,6 +236,19 @@ def test_onednn_is_on_for_models_whose_bits_repeat_with_it(requested, model, det
     assert written == TrainConfig(model=model, deterministic=deterministic, onednn=requested).pin().onednn
 
 
+@pytest.mark.parametrize("model", ["two_conv_cnn", "mine:model", "resnet50"])
+def test_onednn_is_off_in_fp16(model):
+    for deterministic in (True, False):
+        assert TrainConfig(model=model, deterministic=deterministic, precision="fp16").pin().onednn == "off"
+
+
+@pytest.mark.parametrize(("onednn", "precision"), [("avx2", "bf16"), ("avx2", "fp16"), ("avx512", "fp16")])
+def test_instructions_without_kernels_of_a_precision_are_refused(onednn, precision):
+    with pytest.raises(UsageError, match="--onednn"):
+        TrainConfig(onednn=onednn, precision=precision).check()
+    TrainConfig(onednn=onednn).check()
+
+
 @pytest.mark.parametrize(
     ("values", "num_examples", "expected"),
     [
