@@ -134,8 +134,7 @@ def training(
     config = TrainConfig(optimizer=optimizer, precision=precision, **sizes)
     with strategy.scope(), strategies.precision_policy(precision):
         model = model_of()
-        if not elastic:
-            batch_normalization.synchronize_batch_normalization(model, replicas)
+        batch_normalization.synchronize_batch_normalization(model, 1 if elastic else replicas)
         policy = optimizers.build_policy(config, optimizers.build_for_model(config, model))
     shards = VirtualShards(SHARDS, replicas) if elastic else None
     what = (model, policy, objective, GLOBAL_BATCH)

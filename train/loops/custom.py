@@ -20,9 +20,9 @@ from train.saving import snapshots
 
 def prepare(context: TaskContext) -> Setup:
     """Prepare a training up to the restore of the newest checkpoint."""
-    if not context.config.bitwise_elastic:  # virtual shards must not depend on each other
-        with context.strategy.scope():
-            batch_normalization.synchronize_batch_normalization(context.model, context.strategy.num_replicas_in_sync)
+    replicas = 1 if context.config.bitwise_elastic else context.strategy.num_replicas_in_sync
+    with context.strategy.scope():
+        batch_normalization.synchronize_batch_normalization(context.model, replicas)
     return Setup(context)
 
 

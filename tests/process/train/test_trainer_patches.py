@@ -88,10 +88,9 @@ def test_layers_on_the_surface_in_a_model_and_in_a_layer_are_synchronized():
     inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), inner, Block()])
     layers = [part for part in model._flatten_layers() if isinstance(part, keras.layers.BatchNormalization)]
-    batch_normalization.synchronize_batch_normalization(model, 1)
-    assert [False] * 3 == [layer.synchronized for layer in layers]
-    batch_normalization.synchronize_batch_normalization(model, 2)
-    assert [True] * 3 == [layer.synchronized for layer in layers]
+    for replicas, synchronized in ((2, True), (1, False)):  # 1 with virtual shards, whatever the user has chosen
+        batch_normalization.synchronize_batch_normalization(model, replicas)
+        assert [synchronized] * 3 == [layer.synchronized for layer in layers]
 
 
 @pytest.mark.usefixtures("traps")
