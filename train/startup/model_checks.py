@@ -93,6 +93,12 @@ def check_parts(
             "--optimizer.name, --loss and --metrics",
             file=sys.stderr,
         )
+    if type(model).test_step is not keras.Model.test_step:
+        print(
+            f"warning: --model {config.model!r} overrides test_step, which evaluations do not call: their results are "
+            "those of --loss and --metrics",
+            file=sys.stderr,
+        )
     outputs = models.call_symbolically(model, source.feature_shape)
     shapes = source.label_shape, models.output_shapes(outputs)
     objectives.check_outputs(config, source.num_outputs, shapes)

@@ -103,6 +103,11 @@ def compiled(shape: Any, outputs: Any) -> keras.Model:
     return model
 
 
+class Tested(keras.Sequential):
+    def test_step(self, data: Any) -> dict[str, Any]:
+        return {"loss": tf.reduce_mean(self(data[0]))}
+
+
 def of_probabilities(shape: Any, outputs: Any) -> keras.Model:
     return keras.Sequential([keras.Input(shape), layers.Dense(outputs, "softmax")])
 
@@ -142,6 +147,7 @@ MODELS = {
     "conditional": chain(Assigns),
     "in_half": in_half,
     "compiled": compiled,
+    "tested": lambda shape, outputs: Tested([keras.Input(shape), layers.Dense(outputs)]),
     "of_probabilities": of_probabilities,
     "called": lambda _shape, _outputs: Called(),
     "penalized": penalized,
@@ -234,13 +240,14 @@ COMPARED = "depends on the others of its batch"
     ("model", "more", "warning"),
     [
         ("compiled", {}, "--optimizer.name, --loss and --metrics"),
+        ("tested", {}, "test_step"),
         ("normalized", {"loss": "tried_parts:of_batch", "replicas": 2}, COMPARED),
         ("normalized", {"loss": "tried_parts:of_batch", "micro_batches": 2}, COMPARED),
         ("normalized", {"loss": "tried_parts:of_batch"}, ""),
         ("normalized", {"replicas": 2}, ""),
     ],
 )
-def test_a_compile_without_effect_or_a_loss_that_compares_the_examples_of_a_batch_is_reported(
+def test_what_has_no_effect_and_a_loss_that_compares_the_examples_of_a_batch_are_reported(
     check, capsys, model, more, warning
 ):
     check(model, **more)
