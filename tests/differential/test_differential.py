@@ -29,6 +29,7 @@ EXTENDED = (
     "1",  # layers that keep averages, on three replicas
     "60:strategy='central';replicas=2;loop='fit';micro_batches=2",  # it hung
     "36:precision='fp32';tasks=3",  # weights shared by stages, clipped and averaged, in three processes or in one
+    "36:precision='fp32';tasks=3;layers=('blocks',)",  # layers in lists, saved by three processes
     "379",  # PipeDream in two stages
     "81138:steps=1",  # masks, layers' state and micro-batches on three tasks
     "435:precision='fp32'",  # stages that compute their forward pass again
