@@ -31,12 +31,17 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def list_weights(model: keras.Model) -> list[tuple[Any, str]]:
-    """Return a model's weights with their names, `layer/weight`; without the states of random generators."""
-    named_weights = []
+    """Return a model's weights with their names, `layer/weight`; without the states of random generators.
+
+    Later weights of the same name are numbered: layers of one name that were built inside no other layer.
+    """
+    named_weights, counts = [], Counter[str]()
     for variable in model.variables:
         path = str(getattr(variable, "path", variable.name)).partition(":")[0]
         if tf.as_dtype(variable.dtype).is_floating:
-            named_weights.append((variable, path.removeprefix(f"{model.name}/")))
+            name = path.removeprefix(f"{model.name}/")
+            named_weights.append((variable, f"{name}_{counts[name]}" if counts[name] else name))
+            counts[name] += 1
     return named_weights
 
 
@@ -129,7 +134,10 @@ def _hdf5(content: io.BytesIO) -> Arrays:
                 return
             layers = ["/".join(folders[:depth]) + "/vars" for depth in range(1, len(folders) + 1)]
             names = [_text(root[at].attrs["name"]) for at in layers if at in root and "name" in root[at].attrs]
-            arrays[f"{'/'.join(names)}#{number}"] = np.asarray(item)
+            key = f"{'/'.join(names)}#{number}"
+            if key in arrays:
+                raise ValueError(f"it has two layers called {'/'.join(names)}")
+            arrays[key] = np.asarray(item)
 
         root.visititems(add)
         return arrays

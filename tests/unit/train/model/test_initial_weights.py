@@ -57,6 +57,29 @@ def test_all_weights_are_taken_from(tmp_path, kind):
         np.testing.assert_array_equal(mine, theirs)
 
 
+class Repeated(keras.layers.Layer):
+    """Builds its layer itself, whose weights are therefore called the same in every such layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = keras.layers.Dense(4, name="inner")
+        self.inner.build((None, 4))
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+
+def test_weights_of_one_name_are_taken_in_their_order_or_refused(tmp_path):
+    first, second = (keras.Sequential([keras.Input((4,)), Repeated(), Repeated()]) for _ in range(2))
+    for number, kind in enumerate((".index", ".npz")):
+        line = initial_weights.load_file(second, save(kind, first, tmp_path / str(number)))
+        assert line.startswith("began with 4 of the 4 weights from ")
+        for mine, theirs in zip(first.get_weights(), second.get_weights(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(UsageError, match="--init-from model.weights.h5"):
+        initial_weights.load_file(second, save(".weights.h5", first, tmp_path / "keras"))
+
+
 class Autoencoder(keras.Model):
     """A subclassed model of two functional ones, as in keras.io's VAE."""
 
