@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from cluster.system.errors import EXIT_FAILED
 from tests.e2e.scenario import Clusters, summary
 
 pytestmark = pytest.mark.usefixtures("data")  # what each task reads: `test_sources.py`
@@ -68,6 +69,12 @@ def slow(feature_shape, num_outputs):
     return keras.Sequential([keras.Input(feature_shape), Slow(), keras.layers.Dense(num_outputs)])
 
 
+def unseeded(feature_shape, num_outputs):
+    made = model(feature_shape, num_outputs)
+    made.layers[0].bias.assign(np.random.default_rng().normal(size=16))
+    return made
+
+
 class Pause(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         time.sleep(30 if epoch == 0 else 0)
@@ -96,6 +103,13 @@ def test_slow_steps_and_callbacks_must_not_count_as_a_hang(own, topology):
     parts = ("--model=made:slow", "--callbacks=made:pauses", "--global-batch=20", "--max-steps=60")
     ended = summary(own.up(f"slow-{len(topology)}", options, training=parts))
     assert ("succeeded", []) == (ended["state"], ended["restarts"])
+
+
+@pytest.mark.extended
+def test_a_model_that_each_task_begins_with_other_weights_must_fail_at_once(own):
+    words = ("--preset=made:preset", "--workers=1")
+    ended = summary(own.up("unseeded", *words, training=("--model=made:unseeded",), expect=EXIT_FAILED))
+    assert ("failed", 0, []) == (ended["state"], ended["steps"], ended["restarts"])
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from cluster.contract.run.records import Place
-from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError
+from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError, UsageError
 from cluster.system.files import remove
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, every
@@ -56,10 +56,11 @@ class ReplicaCheck(Periodic):
             self.compare(progress.step)
 
     def compare(self, step: int, *, again: bool = False) -> float:
-        """Compare all copies after `step` steps, at which all tasks call this; raise ReplicasDiffer if they differ.
+        """Compare all copies after `step` steps, at which all tasks call this.
 
-        A step is compared only once, unless `again` is set. Returns the seconds that this waited for slower tasks,
-        estimated as the excess over the shortest exchange so far.
+        Raises ReplicasDiffer if they differ, or UsageError before the first step. A step is compared only once, unless
+        `again` is set. Returns the seconds that this waited for slower tasks, estimated as the excess over the shortest
+        exchange so far.
         """
         if not self._active or (step == self._compared_at and not again):
             return 0.0
@@ -81,8 +82,14 @@ class ReplicaCheck(Periodic):
             named = self._tasks
         with contextlib.suppress(tf.errors.OpError):  # ending now would withhold this task's number from others
             self._gather(0)
+        where = " and ".join(named)
+        if step == 0:
+            raise UsageError(
+                f"the initial weights differ in {where}: --model draws numbers that do not depend on --seed, such as "
+                "those of np.random.default_rng(); give it a seed"
+            )
         raise ReplicasDiffer(
-            f"silent corruption: after step {step} copies of the weights differ in {' and '.join(named)}; a processor "
+            f"silent corruption: after step {step} copies of the weights differ in {where}; a processor "
             "or its memory changed bits, or code that only some replicas run; if processors of several kinds compute "
             "different bits, end the checks with --check-replicas 0",
             faulty=self._task in named,

@@ -76,6 +76,8 @@ class Training:
         """Collective function from this task's requests to the union of all tasks'; all call it at the same step."""
 
     def begin(self) -> None:
+        if not self.first:
+            self._check.compare(0, again=True)
         if self.callbacks:
             self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
             self._evaluate.catch_up(self.first)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cluster.contract import spec
 from cluster.contract.run.records import Place
-from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST
+from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, UsageError
 from train.config import TrainConfig
 from train.loops import replica_check
 from train.loops.loop import Stop
@@ -35,12 +35,14 @@ def context_of(task: str = "chief", interval: int | str = "auto", **parts: Any) 
     return SimpleNamespace(task=SimpleNamespace(name=task), **parts)
 
 
-def compare(task: str, numbers: list[int], interval: int | str = "auto") -> None:
+def compare(task: str, numbers: list[int], interval: int | str = "auto", step: int = 3) -> None:
     """Compare this task's copies with others, whose numbers are those of this task plus these."""
-    context = context_of(task, interval)
-    ReplicaCheck(context, lambda: [tf.Variable([1.0, 2.0])], lambda own: [own + number for number in numbers]).compare(
-        3
-    )
+
+    def gather(own: int) -> list[int]:
+        return [own + number for number in numbers]
+
+    check = ReplicaCheck(context_of(task, interval), lambda: [tf.Variable([1.0, 2.0])], gather)
+    check.compare(step, again=True)
 
 
 def test_frozen_weights_and_averages_of_layers_are_compared_and_seeds_are_not():
@@ -88,6 +90,12 @@ def test_the_task_without_the_majority_s_bits_is_named(numbers, named):
             compare(task.name, numbers)
         assert (EXIT_BUG if task.name in named else EXIT_PEER_LOST) == raised.value.exit_code
         assert named == {each.name for each in GANG.tasks if each.name in str(raised.value)}
+
+
+def test_different_initial_weights_are_a_mistake_of_the_model_in_all_tasks():
+    for task in GANG.tasks:
+        with pytest.raises(UsageError, match="--model"):
+            compare(task.name, [0, 0, 5], step=0)
 
 
 def test_equal_copies_pass_and_zero_ends_the_checks():
