@@ -15,7 +15,7 @@ from tensorflow import keras
 
 from cluster.contract.recovery import checkpoint_files
 from cluster.contract.recovery.checkpoint_files import NO_CHECKPOINT, Saved
-from cluster.system.errors import RunFailed
+from cluster.system.errors import RunFailed, UsageError
 from train.model import initial_weights
 from train.saving.snapshots import Gather, MemorySnapshots
 from train.saving.trees import Joint, Mirror, Snapshot, parts_of_model, unwrap
@@ -82,7 +82,7 @@ class CheckpointManager:
         """Restore the newest snapshot, or else the newest checkpoint that all tasks can read; return the steps done.
 
         Newer checkpoints, which are damaged or unreadable for some task, are set aside. `gather` is a collective
-        operation that collects a number from every task.
+        operation that collects a number from every task. Raises UsageError if the checkpoint is of another model.
         """
         listed = next((saved.step for saved in checkpoint_files.list_finished(self.folder)), NO_CHECKPOINT)
         if snapshots and (step := snapshots.restore(listed)) is not None:
@@ -101,7 +101,14 @@ class CheckpointManager:
             if self.joint:
                 mirror = Mirror(checkpoint, lambda variable: variable if variable.is_initialized() else None)
                 checkpoint = mirror.checkpoint
-            checkpoint.read(newest.prefix).assert_existing_objects_matched()
+            try:
+                checkpoint.read(newest.prefix).assert_existing_objects_matched()
+            except (AssertionError, ValueError) as error:
+                reason = " ".join(str(error).split())[:300].rstrip(".")
+                raise UsageError(
+                    f"the checkpoint of step {newest.step} is that of another model or optimizer: {reason}; undo the "
+                    f"change of your code, or begin a new run with --init-from {self.folder.parent.name}"
+                ) from None
         if self.writes:
             checkpoint_files.set_aside(self.folder, newest.step if newest else -1)
             checkpoint_files.delete_leftovers(self.folder, self.generation)

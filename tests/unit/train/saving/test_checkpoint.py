@@ -11,7 +11,7 @@ from tensorflow import keras
 
 from cluster.contract.recovery import checkpoint_files
 from cluster.contract.recovery.checkpoint_files import list_finished
-from cluster.system.errors import RunFailed
+from cluster.system.errors import RunFailed, UsageError
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
@@ -89,6 +89,16 @@ def test_variables_in_lists_and_dictionaries_are_restored(tmp_path):
         assert restored.counts[0].numpy() == 3.0
         for mine, theirs in zip(own[0].get_weights(), model.get_weights(), strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("changed", [[3, 3], [5]])
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, changed):
+    model = keras.Sequential([keras.Input((4,)), *map(keras.layers.Dense, changed), keras.layers.BatchNormalization()])
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    with pytest.raises(UsageError, match="--init-from"):
+        saving(tmp_path, (model, optimizer, tf.Variable(0, dtype=tf.int64))).restore()
 
 
 def test_a_loss_scale_is_restored_and_optional(tmp_path):
