@@ -8,7 +8,7 @@ from tensorflow import keras
 
 from train.config import TrainConfig
 from train.model import optimizers
-from train.saving.trees import Mirror, parts_of_model, unwrap
+from train.saving.trees import Mirror, all_variables, parts_of_model
 
 
 def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
@@ -26,8 +26,8 @@ def load_trained(model: keras.Model, prefix: str, as_trained: keras.Model | None
     """Load the trained weights of a checkpoint into a model; see `load_evaluated`."""
     checkpoint = tf.train.Checkpoint(**parts_of_model(as_trained or model))
     if as_trained:
-        pairs = zip(as_trained.variables, model.variables, strict=True)
-        variables = {id(unwrap(saved)): unwrap(variable) for saved, variable in pairs}
+        pairs = zip(all_variables(as_trained), all_variables(model), strict=True)
+        variables = {id(saved): variable for saved, variable in pairs}
         checkpoint = Mirror(checkpoint, lambda saved: variables.get(id(saved))).checkpoint
     checkpoint.read(prefix).assert_existing_objects_matched().expect_partial()
 

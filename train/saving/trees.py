@@ -80,6 +80,11 @@ class Mirror:
         return module
 
 
+def all_variables(model: Any) -> list[tf.Variable]:
+    """Return a model's variables in the same order in every process, those that Keras does not know last."""
+    return [*map(unwrap, model.variables), *layer_state.tensorflow_variables(model).values()]
+
+
 def parts_of_model(model: Any) -> dict[str, Any]:
     """Return the parts of a checkpoint for a model: the model, and `untracked` with variables that TensorFlow misses.
 

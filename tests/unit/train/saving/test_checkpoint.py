@@ -82,10 +82,11 @@ def test_variables_in_lists_and_dictionaries_are_restored(tmp_path):
     saves = saving(tmp_path, own)
     saves.save(1)
     saves.wait()
-    resumed, evaluated = new(), new()
+    resumed, evaluated, in_half = new(), new(), new()
     assert 1 == saving(tmp_path, resumed[0]).restore()
     saved_weights.load_trained(evaluated[0][0], str(tmp_path / "ckpt-1"))
-    for (model, *_), restored in (resumed, evaluated):
+    saved_weights.load_trained(in_half[0][0], str(tmp_path / "ckpt-1"), as_trained=new()[0][0])
+    for (model, *_), restored in (resumed, evaluated, in_half):
         assert restored.counts[0].numpy() == 3.0
         for mine, theirs in zip(own[0].get_weights(), model.get_weights(), strict=True):
             np.testing.assert_array_equal(mine, theirs)
