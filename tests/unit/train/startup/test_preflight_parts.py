@@ -103,7 +103,7 @@ def compiled(shape: Any, outputs: Any) -> keras.Model:
     return model
 
 
-class Tested(keras.Sequential):
+class WithTestStep(keras.Sequential):
     def test_step(self, data: Any) -> dict[str, Any]:
         return {"loss": tf.reduce_mean(self(data[0]))}
 
@@ -147,7 +147,7 @@ MODELS = {
     "conditional": chain(Assigns),
     "in_half": in_half,
     "compiled": compiled,
-    "tested": lambda shape, outputs: Tested([keras.Input(shape), layers.Dense(outputs)]),
+    "tested": lambda shape, outputs: WithTestStep([keras.Input(shape), layers.Dense(outputs)]),
     "of_probabilities": of_probabilities,
     "called": lambda _shape, _outputs: Called(),
     "penalized": penalized,
