@@ -55,6 +55,8 @@ class Case:
     masked: bool = False
     ragged: bool = False
     """Whether the last batch of an epoch begins the next one."""
+    hidden: int = 0
+    """Number of the first layer in `source.HIDDEN`."""
     layers: tuple[str, ...] = ()
     own_loss: bool = False
     metrics: bool = False
@@ -159,6 +161,8 @@ def draw(seed: int) -> Case:
         case["layers"] += ("pretrained",)
     if maybe(0.15):
         case["layers"] += ("blocks",)
+    if seed >= 1000 and maybe(0.5) and case.get("stages", 1) < 3:  # some have more places to cut
+        case["hidden"] = random_.randrange(1, 64)
     return Case(seed, **case)
 
 

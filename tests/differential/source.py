@@ -12,6 +12,39 @@ TEMPLATE = Path(__file__).with_name("template.txt")
 """`{{expression}}` stands for its value; where the expression after `#?` is false, its line and block are left out."""
 CLASSES, POSITIONS = 3, 5
 LENGTHS = f"np.arange({POSITIONS}) < random.integers(1, {POSITIONS + 1}, (COUNT, 1))"
+_DENSE = 'layers.Dense(8, "tanh", name="hidden")(x)'
+_CONVOLUTION = 'layers.Conv2D(8, 3, padding="same", activation="tanh", name="hidden")(x)'
+_LSTM = 'layers.LSTM(8, return_sequences=True, name="hidden")(x)'
+HIDDEN = {
+    "image": (
+        _CONVOLUTION,
+        'layers.SeparableConv2D(8, 3, padding="same", activation="tanh", name="hidden")(x)',
+        'layers.DepthwiseConv2D(3, padding="same", depth_multiplier=4, name="hidden")(x)',
+        'layers.Conv2DTranspose(8, 3, padding="same", activation="gelu", name="hidden")(x)',
+        'layers.Conv2D(8, 3, padding="same", dilation_rate=2, activation="swish", name="hidden")(x)',
+        f"layers.UpSampling2D()(layers.AveragePooling2D(2)({_CONVOLUTION}))",
+        'layers.ZeroPadding2D(1)(layers.Conv2D(8, 3, activation="tanh", name="hidden")(x))',
+    ),
+    "positions": (
+        _LSTM,
+        _DENSE,
+        'layers.GRU(8, return_sequences=True, name="hidden")(x)',
+        'layers.Bidirectional(layers.LSTM(4, return_sequences=True), name="hidden")(x)',
+        'layers.RNN([layers.LSTMCell(8), layers.GRUCell(8)], return_sequences=True, name="hidden")(x)',
+        'layers.TimeDistributed(layers.Dense(8, "tanh"), name="hidden")(x)',
+        'layers.EinsumDense("btd,de->bte", (5, 8), bias_axes="e", activation="tanh", name="hidden")(x)',
+        f"(lambda x: layers.MultiHeadAttention(2, 4, use_bias=False)(x, x))({_DENSE})",
+        f"(lambda x: layers.Attention(use_scale=True)([x, x]))({_DENSE})",
+    ),
+    "vector": (
+        _DENSE,
+        'layers.Dense(8, "tanh", lora_rank=2, name="hidden")(x)',
+        'layers.PReLU()(layers.Dense(8, name="hidden")(x))',
+        f'(lambda x: layers.Multiply()([x, layers.Dense(8, "sigmoid")(x)]))({_DENSE})',
+        'layers.LSTM(8, name="hidden")(layers.Reshape((4, 2))(layers.Dense(8, "tanh")(x)))',
+    ),
+}
+"""The first layer of a model, by the form of its data; the first of each is the usual one."""
 CALLBACKS = {
     "schedule": "keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)",
     "plateau": 'keras.callbacks.ReduceLROnPlateau("val_loss", patience=0, min_delta=1.0)',
@@ -73,6 +106,7 @@ def _names(case: Case) -> dict[str, Any]:
         "tokens": tokens,
         "values": case.values or named,
         "image": case.kind in ("image", "segments", "pictures"),
+        "hidden": _hidden(case),
         "model": "Trained" if case.own_step else "keras.Model",
         "counts": counts,
         "loss": loss,
@@ -91,6 +125,16 @@ def _names(case: Case) -> dict[str, Any]:
         **_data(case),
         **_optimizer(case),
     }
+
+
+def _hidden(case: Case) -> str:
+    if case.kind in ("image", "segments", "pictures"):
+        return HIDDEN["image"][case.hidden % len(HIDDEN["image"])]
+    if case.kind in ("vector", "named"):
+        return HIDDEN["vector"][case.hidden % len(HIDDEN["vector"])]
+    usual = _LSTM if case.kind == "sequence" else _DENSE
+    others = [layer for layer in HIDDEN["positions"] if layer != usual]
+    return [usual, *others][case.hidden % len(HIDDEN["positions"])]
 
 
 def _data(case: Case) -> dict[str, Any]:

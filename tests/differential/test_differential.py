@@ -31,7 +31,7 @@ EXTENDED = (
     "36:precision='fp32';tasks=3",  # weights shared by stages, clipped and averaged, in three processes or in one
     "36:precision='fp32';tasks=3;layers=('blocks',)",  # layers in lists, saved by three processes
     "379",  # PipeDream in two stages
-    "81138:steps=1",  # masks, layers' state and micro-batches on three tasks
+    "81138:steps=1;hidden=0",  # masks, layers' state and micro-batches on three tasks
     "435:precision='fp32'",  # stages that compute their forward pass again
 )
 MORE = (
@@ -39,11 +39,11 @@ MORE = (
     "374",  # a mask reaches the output: with virtual shards,
     "668",  # with Keras's fit, weights and BatchNormalization
     "680",  # with micro-batches in fit
-    "1069:killed_at=()",  # and on a remote worker, which hung
+    "1069:killed_at=();hidden=0",  # and on a remote worker, which hung
     "624",  # fit in float16
-    "80069:layers=('double',);steps=2",  # several types in fit
-    "81016:steps=2",  # masks between stages
-    "85070:steps=1",  # a stage of frozen weights takes part in clipping, which hung
+    "80069:layers=('double',);steps=2;hidden=0",  # several types in fit
+    "81016:steps=2;hidden=0",  # masks between stages
+    "85070:steps=1;hidden=0",  # a stage of frozen weights takes part in clipping, which hung
     "435:precision='fp32';layers=('dropout',)",  # what stages drop that compute their forward pass again
     "435:precision='fp32';remat=False;layers=('double','pretrained','dropout');clip=0.1",  # several types in stages
 )
