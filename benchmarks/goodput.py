@@ -36,6 +36,7 @@ CALM_S = 30.0
 WAITING = (
     "--model=benchmarks.own_models:waiting",
     "--dataset=benchmarks.own_models:rows",
+    "--epochs=1000000",
     "--steps-per-loop=5",
     "--log-every=5",
 )
@@ -116,6 +117,8 @@ def _ours(bench: Bench, name: str, overrides: tuple[str, ...]) -> Iterator[_Trai
         if not wait_until(lambda: standby_cluster.is_complete(run, run.load_cluster(), 0), LIMIT_S):
             raise RunFailed(f"the standby processes of {name} do not become ready")
         yield _Training(lambda: max((row["step"] for row in run.rows("chief")), default=0), programs)
+        if run.summary.exists():
+            raise RunFailed(f"{name} ended before its window did")
     finally:
         teardown.remove_run(run, lambda command: bench.call(["bash", "-c", command]), grace_s=0)
 
