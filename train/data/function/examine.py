@@ -1,6 +1,7 @@
 """Examines a dataset function before a run starts: the form, shapes and number of its examples."""
 
 import contextlib
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.json_files import write_json
-from train import named
+from train import named, random_operations
 from train.data import store
 from train.data.batches import BatchSlice, Replicas
 from train.data.dataset_record import SPLITS, show_example, values_in
@@ -40,6 +41,8 @@ def examine_function(
             f"--dataset {name!r} returns {forms['train']} for 'train', {forms['test']} for 'test'; use one"
         )
     form = forms["train"]
+    if form == DATASET:
+        _warn_of_random_numbers(name, returned["train"])
     examples = {}
     for split, data in returned.items():
         if form == DATASET:
@@ -68,6 +71,18 @@ def examine_function(
         write_json(record.path(data_dir, name, record.version), value)
         store.write_pointer(data_dir, record.kind, name, record.version)
     return record
+
+
+def _warn_of_random_numbers(name: str, dataset: tf.data.Dataset) -> None:
+    """Warn of a training split with random numbers that do not follow from the shard's seed."""
+    graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())  # has no public name
+    types = random_operations.DRAWING | random_operations.ASSIGNING
+    if drawing := random_operations.find_operations(graph, types):
+        print(
+            f"warning: --dataset {name!r} draws random numbers by TensorFlow's {drawing[0]}, which begin again after a "
+            "restart; use tf.random.stateless_* or tf.image.stateless_* with shard.seed",
+            file=sys.stderr,
+        )
 
 
 def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
