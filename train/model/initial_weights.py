@@ -36,12 +36,11 @@ def list_weights(model: keras.Model) -> list[tuple[Any, str]]:
     Later weights of the same name are numbered: layers of one name that were built inside no other layer.
     """
     named_weights, counts = [], Counter[str]()
-    for variable in model.variables:
+    for variable in model.weights:
         path = str(getattr(variable, "path", variable.name)).partition(":")[0]
-        if tf.as_dtype(variable.dtype).is_floating:
-            name = path.removeprefix(f"{model.name}/")
-            named_weights.append((variable, f"{name}_{counts[name]}" if counts[name] else name))
-            counts[name] += 1
+        name = path.removeprefix(f"{model.name}/")
+        named_weights.append((variable, f"{name}_{counts[name]}" if counts[name] else name))
+        counts[name] += 1
     return named_weights
 
 
@@ -86,6 +85,9 @@ def load_file(model: keras.Model, path: Path) -> str:
             if has_value(variable):
                 variable.assign(arrays[key].astype(variable.dtype))
             taken += 1
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # it computes with constants that it makes of its variables
     unused = [key for key in arrays if key not in used]
     if not taken:
         raise UsageError(

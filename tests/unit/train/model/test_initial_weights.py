@@ -57,6 +57,31 @@ def test_all_weights_are_taken_from(tmp_path, kind):
         np.testing.assert_array_equal(mine, theirs)
 
 
+class Counts(keras.layers.Layer):
+    """Has a whole number before other state, and an adapted layer."""
+
+    def __init__(self) -> None:
+        super().__init__(name="counts")
+        self.scaled = keras.layers.Normalization(name="scaled")
+
+    def build(self, shape) -> None:
+        self.scaled.build(shape)
+        for name, dtype in (("calls", "int32"), ("mean", "float32")):
+            setattr(self, name, self.add_weight(shape=(), dtype=dtype, trainable=False, name=name))
+
+    def call(self, inputs):
+        return self.scaled(inputs) + self.mean + tf.cast(self.calls, inputs.dtype)
+
+
+@pytest.mark.parametrize("kind", [".index", ".npz", ".weights.h5"])
+def test_whole_numbers_and_adapted_layers_are_taken(tmp_path, kind):
+    first, second = (keras.Sequential([keras.Input((2,)), Counts()]) for _ in range(2))
+    first.layers[0].scaled.adapt(np.array([[1.0, 2.0], [5.0, 9.0]]))
+    first.layers[0].calls.assign(7)
+    assert ";" not in initial_weights.load_file(second, save(kind, first, tmp_path / "init"))
+    np.testing.assert_array_equal(first(np.ones((1, 2))), second(np.ones((1, 2))))
+
+
 class Repeated(keras.layers.Layer):
     """Builds its layer itself, whose weights are therefore called the same in every such layer."""
 
