@@ -45,6 +45,8 @@ def train(context: TaskContext) -> None:
         if not is_legacy() and context.strategy.num_replicas_in_sync > 1:
             for variable in variables_of(model):
                 layer_aggregation.aggregate(variable)  # as `LayerState` does in the custom loop
+                if variable.aggregation == "sum":
+                    layer_aggregation.add_changes(variable)
     setup = Setup(context)
     optimizer = setup.policy.optimizer
     if config.micro_batches == 1:

@@ -22,6 +22,16 @@ def aggregate(variable: Any) -> None:
         value._aggregation = kinds.MEAN if value.dtype.is_floating else kinds.ONLY_FIRST_REPLICA
 
 
+def add_changes(variable: Any) -> None:
+    """Let replicas assign a sum over them: its value before, and all of their changes.
+
+    TensorFlow would add up the assigned values, each of which has the value before.
+    """
+    variable._direct_assign = lambda value: variable._value.assign_add(
+        tf.cast(value, variable._value.dtype) - variable._value
+    )
+
+
 def _add_weight(layer: Any, *args: Any, **options: Any) -> Any:
     variable = _keras_add_weight(layer, *args, **options)
     if not variable.trainable:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests.support.small_training import SEED, per_replica, strategy_called
 from train import patches
-from train.patches import batch_normalization, placed_seeds
+from train.patches import batch_normalization, layer_aggregation, placed_seeds
 
 DEVICES = 2
 WHERES = ("mirrored-2", "central-2")
@@ -121,6 +121,20 @@ def test_replicas_drop_different_units_which_follow_from_seed_step_and_replica(w
     assert 0.4 < kept.mean() < 0.6
     np.testing.assert_array_equal(dropped("one")["kept"][0][0], kept[0][0])
     assert drawn["state"] == drawn["state_after"]
+
+
+def test_replicas_that_assign_a_sum_add_their_changes():
+    with strategy_called("mirrored-2").scope():
+        layer = keras.layers.Layer()
+        seen = layer.add_weight(shape=(), initializer="ones", trainable=False, aggregation="sum")
+    layer_aggregation.add_changes(seen)
+
+    def count(replica: tf.Tensor, _step: tf.Tensor) -> tf.Tensor:
+        seen.assign(seen + 2.0 + tf.cast(replica, tf.float32))
+        return replica
+
+    per_replica(strategy_called("mirrored-2"), count)(0)
+    assert 6.0 == float(seen.numpy())  # 1, and 2 and 3 of the replicas
 
 
 def test_keras_itself_drops_the_same_units_on_every_replica(traps):
