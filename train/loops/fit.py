@@ -57,7 +57,7 @@ def train(context: TaskContext) -> None:
     with context.strategy.scope():
         micro_batches = MicroBatches(context, setup.policy) if config.micro_batches > 1 else None
         if not micro_batches and not context.asynchronous:  # under parameter servers Keras logs only epochs
-            separate_steps(model, optimizer)
+            separate_steps(model, first)
         # XLA over collectives on CPU crashes the process.
         model.compile(optimizer, **compile_arguments(context), jit_compile=False)
         model.optimizer = optimizer  # without Keras's loss scaling, see `train/model/gradients.py`
@@ -136,18 +136,24 @@ class _Score(keras.metrics.Mean):
         return super().update_state(self._function(y_true, y_pred))
 
 
-def separate_steps(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+def separate_steps(model: keras.Model, first: int) -> None:
     """Make Keras log each step's loss and score, as the custom loop does, instead of means over the epoch so far.
 
-    Random numbers are then derived from the step and the replica, see `train/patches/placed_seeds.py`.
+    Random numbers are then derived from the step and the replica, see `train/patches/placed_seeds.py`. The steps are
+    counted here from `first`, as a model's `train_step` may use other optimizers than the run's. Call inside the
+    strategy's scope.
     """
     train_step = model.train_step
+    done = tf.Variable(first, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
 
     def separate(data: Any) -> Any:
         for metric in model.metrics:
             metric.reset_state()
-        with placed_seeds.random_place(tf.cast(optimizer.iterations, tf.int64), _replica()):
-            return train_step(data)
+        step = tf.convert_to_tensor(done)
+        with placed_seeds.random_place(step, _replica()):
+            logs = train_step(data)
+        done.assign(step + 1)
+        return logs
 
     model.train_step = separate
 
@@ -198,13 +204,13 @@ def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -
         raise UsageError(f"{option}: BatchNormalization over {replicas} replicas needs --loop custom")
 
 
-def check_optimizers(model: keras.Model, replicas: int) -> None:
-    """Check that no optimizer of the model itself would create variables inside `train_step` on several replicas."""
+def check_optimizers(model: keras.Model) -> None:
+    """Check that no optimizer of the model itself would create variables in `train_step`, which no checkpoint has."""
     parts = {name: part for name, part in vars(model).items() if isinstance(part, keras.optimizers.Optimizer)}
-    if replicas > 1 and (unbuilt := [name for name, optimizer in parts.items() if not optimizer.built]):
+    if unbuilt := [name for name, optimizer in parts.items() if not optimizer.built]:
         raise UsageError(
-            f"--loop fit on {replicas} replicas: {type(model).__name__}.{unbuilt[0]} has no variables yet; call its "
-            "build(variables) where the model is made"
+            f"--loop fit: {type(model).__name__}.{unbuilt[0]} has no variables yet; call its build(variables) where "
+            "the model is made"
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from cluster.system.errors import UsageError
+from train.loops import fit
 from train.patches import placed_seeds
 
 layers = keras.layers
@@ -59,3 +60,31 @@ def test_a_draw_in_each_iteration_of_a_loop_is_refused() -> None:
 )
 def test_layers_that_draw_before_their_loop_are_not_refused(layer: Callable[[], keras.Layer]) -> None:
     trace(layer())
+
+
+class Noisy(keras.Model):
+    """Does not call the optimizer that it was compiled with, like a GAN with one for each part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.generator = layers.Dense(1), keras.random.SeedGenerator(1)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return self.dense(inputs)
+
+    def train_step(self, _data: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        return {"loss": keras.random.uniform((), seed=self.generator)}
+
+
+def test_a_step_of_fit_draws_by_its_number_with_any_optimizer() -> None:
+    drawn: dict[int, list[float]] = {}
+    for first in (0, 1):
+        model, drawn[first] = Noisy(), []
+        model.compile("sgd", "mse")
+        fit.separate_steps(model, first)
+        keep = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda _batch, logs, first=first: drawn[first].append(logs["loss"])
+        )
+        model.fit(tf.ones([3, 2]), tf.ones([3, 1]), batch_size=1, verbose=0, callbacks=[keep])
+    assert len({*drawn[0]}) == 3
+    assert drawn[0][1:] == drawn[1][:2]
