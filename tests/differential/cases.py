@@ -92,8 +92,10 @@ def problems(case: Case, found: dict[str, Any]) -> list[str]:
         if name == "weights" and case.optimizer != "sgd" and "batch_norm" in case.layers:
             value = {path: difference for path, difference in value.items() if path not in CANCELLED}  # noqa: PLW2901
         apart = max(value.values(), default=0.0) if isinstance(value, dict) else value
-        if name.startswith(("losses", "scores", "eval", "weights", "optimizer")):
-            bound = HALF if half else bounds.get("evaluations" if name.startswith("eval") else name, LOSSES)
+        if name.startswith(("losses", "scores", "eval", "weights", "optimizer", "exports")):
+            bound = (
+                HALF if half else bounds.get("evaluations" if name.startswith(("eval", "exports")) else name, LOSSES)
+            )
             if not apart <= bound:
                 worst = max(value, key=value.get) if isinstance(value, dict) else name
                 wrong.append(f"{name}: {worst} is {apart:.1e} apart, relatively; expected at most {bound:g}")

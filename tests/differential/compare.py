@@ -72,12 +72,22 @@ def with_keras(file: str, run: RunFolder) -> dict[str, Any]:
             if expected.path.endswith(CANCELLED):
                 expected.assign(variable)
     ours = [row for row in rows if row["step"] == newest.step and "eval_loss" in row][-1]
-    found |= {name: relative(value, ours[name]) for name, value in evaluated(keras).items() if name in ours}
+    outputs, values = evaluated(keras)
+    found |= {name: relative(value, ours[name]) for name, value in values.items() if name in ours}
+    exported = tf.nest.flatten(served(run, keras["test"][0]))
+    found["exports"] = max(map(relative, tf.nest.flatten(outputs), exported))
     return found
 
 
-def evaluated(keras: dict[str, Any]) -> dict[str, float]:
-    """Evaluate plain Keras on the test split, with the averages of the weights if it has them."""
+def served(run: RunFolder, features: Any) -> Any:
+    """Return the outputs of a run's export for features."""
+    model = tf.saved_model.load(str(run.export))
+    (specs, *_), _ = model.serve.concrete_functions[0].structured_input_signature
+    return model.serve(tf.nest.map_structure(lambda array, spec: tf.cast(array, spec.dtype), features, specs))
+
+
+def evaluated(keras: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+    """Return outputs and values of plain Keras on the test split, with the averages of the weights if it has them."""
     net, optimizer, (x, y, *_) = keras["net"], keras["opt"], keras["test"]
     inner, weights = getattr(optimizer, "inner_optimizer", optimizer), net.trainable_variables
     before = [variable.numpy() for variable in weights]
@@ -95,7 +105,7 @@ def evaluated(keras: dict[str, Any]) -> dict[str, float]:
         found |= {f"eval_{name}": float(tf.reduce_mean(of(y, outputs))) for name, of in keras["metrics"]().items()}
     for variable, value in zip(weights, before, strict=True):
         variable.assign(value)
-    return found
+    return outputs, found
 
 
 def different(run: RunFolder, twin: RunFolder) -> list[str]:

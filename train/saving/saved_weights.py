@@ -1,6 +1,7 @@
 """The weights of a checkpoint for evaluation and export, and the hash of a model's weights."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -41,6 +42,17 @@ def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
         tf.train.Checkpoint(optimizer=optimizer).read(prefix).assert_existing_objects_matched().expect_partial()
         for variable, mean in zip(model.trainable_variables, means, strict=True):
             variable.assign(mean)
+
+
+def read_values(model: keras.Model) -> list[np.ndarray]:
+    """Return the values of a model's weights and state, for `assign_values`; all tasks call it."""
+    return [np.asarray(tf.convert_to_tensor(variable)) for variable in all_variables(model)]
+
+
+def assign_values(model: keras.Model, values: Sequence[np.ndarray]) -> None:
+    """Assign the values of a model to another build of it."""
+    for variable, value in zip(all_variables(model), values, strict=True):
+        variable.assign(value)
 
 
 def weights_sha256(model: keras.Model) -> str:

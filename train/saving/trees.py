@@ -81,8 +81,10 @@ class Mirror:
 
 
 def all_variables(model: Any) -> list[tf.Variable]:
-    """Return a model's variables in the same order in every process, those that Keras does not know last."""
-    return [*map(unwrap, model.variables), *layer_state.tensorflow_variables(model).values()]
+    """Return a model's variables in the same order in every process, without metrics, and first those of Keras."""
+    of_metrics = {id(variable) for variable in getattr(model, "metrics_variables", ())}  # tf_keras does not list them
+    variables = [unwrap(variable) for variable in model.variables if id(variable) not in of_metrics]
+    return [*variables, *layer_state.tensorflow_variables(model).values()]
 
 
 def parts_of_model(model: Any) -> dict[str, Any]:
@@ -94,9 +96,8 @@ def parts_of_model(model: Any) -> dict[str, Any]:
     """
     found = Mirror(tf.train.Checkpoint(model=model), lambda variable: variable).pairs
     known = {id(variable) for variable, _ in found}
-    variables = [*map(unwrap, model.weights), *layer_state.tensorflow_variables(model).values()]
     untracked = tf.Module()
-    for number, variable in enumerate(variables):
+    for number, variable in enumerate(all_variables(model)):
         if id(variable) not in known:
             setattr(untracked, f"variable_{number}", variable)
     return {"model": model} | ({"untracked": untracked} if untracked.variables else {})

@@ -125,7 +125,7 @@ class Report(Action):
         # On every task, because reading a moving average that is a mean over all tasks is a collective operation.
         averaged = optimizers.with_averages(self._config, context.model, self._optimizer)
         with contextlib.nullcontext() if divided else averaged:
-            weights = [] if stopped or divided else context.model.get_weights()
+            weights = [] if stopped or divided else saved_weights.read_values(context.model)
         if context.chief:
             model, trained = None, context.model
             if divided:  # only the checkpoint of this step has the whole model
@@ -137,7 +137,7 @@ class Report(Action):
                 self._heartbeat.update(state="saving")
                 exported = model or context.new_model()
                 if weights:
-                    exported.set_weights(weights)
+                    saved_weights.assign_values(exported, weights)
                 else:  # the model has those of a pipeline's checkpoint
                     prefix = Saved(context.run.checkpoints, step).prefix
                     saved_weights.load_averages(self._config, exported, prefix)
