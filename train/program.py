@@ -30,7 +30,7 @@ from train.loops.loop import Steps
 from train.loops.training import Setup
 from train.model import initial_weights, layer_state, models, objectives
 from train.model.export import is_legacy
-from train.patches import exact_order
+from train.patches import exact_order, placed_seeds
 from train.pipeline.stage_models import TaskStages
 from train.startup import rehearsal
 from train.telemetry import environment
@@ -115,6 +115,7 @@ class Program:
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
         patches.apply(patches.TENSORFLOW if is_legacy() else patches.TRAINING)
+        placed_seeds.make_unseeded(config.seed)
         exact_order.keep_order_of_sums(config.micro_batches, deterministic=config.deterministic)
         source = self._open_source()
 

@@ -121,12 +121,16 @@ def _restore(
     with terminal.quiet_imports():
         import tensorflow as tf
 
-        from train import strategy
+        from train import patches, strategy
         from train.data import opening
         from train.model import models
+        from train.model.export import is_legacy
+        from train.patches import placed_seeds
         from train.pipeline import stage_models
         from train.saving import saved_weights
 
+    patches.apply(patches.TENSORFLOW if is_legacy() else patches.TRAINING)
+    placed_seeds.make_unseeded(config.seed)
     source = opening.open_source(config, data_dir, run)
     new_model = partial(models.build_configured, config, source.feature_shape, source.num_outputs)
     precision = precision_of(cluster.strategy, config.precision)

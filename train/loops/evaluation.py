@@ -17,6 +17,7 @@ from train.loops.train_step import cast_features, cast_outputs, repeat
 from train.model import masks
 from train.model.objectives import Objective
 from train.named import Named
+from train.patches import placed_seeds
 from train.telemetry.positions import Positions
 
 MOST_EXAMPLES = 500
@@ -41,9 +42,11 @@ def new_evaluation(
     def add(totals_N2M: tf.Tensor, batch_input: Any, at: tf.Tensor) -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group if strategy else 0
         replica = tf.cast(replica, tf.int64)
-        examples = feed.batch(batch_input, at, replica)
-        outputs_BK = cast_outputs(model(cast_features(model, examples.features), training=False))
-        return add_totals(totals_N2M, at * replicas + replica, objective, examples, outputs_BK)
+        examples, place = feed.batch(batch_input, at, replica), at * replicas + replica
+        # A layer that draws at inference, such as one that samples, draws the same in each evaluation.
+        with placed_seeds.random_place(tf.zeros_like(place), place):
+            outputs_BK = cast_outputs(model(cast_features(model, examples.features), training=False))
+        return add_totals(totals_N2M, place, objective, examples, outputs_BK)
 
     def evaluate(at: tf.Tensor, totals: Any) -> Any:
         if positions:

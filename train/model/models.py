@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras.src.backend.common import global_state  # has no public name
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR  # has no public name
 from tensorflow import keras  # Keras 3, or tf_keras if `--loop fit` needs it
 
 from cluster.system.errors import UsageError, nearest
@@ -23,7 +24,14 @@ _COUNTS: dict[str, dict[str, int]] = {}
 
 
 def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Named) -> keras.Model:
-    """Build the model that a configuration describes; see `build_by_name`."""
+    """Build the model that a configuration describes; see `build_by_name`.
+
+    Each build draws the same numbers, so that constants drawn by the user's function are those of the training in an
+    evaluation or an export.
+    """
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    keras.utils.set_random_seed(config.seed)
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # traced steps draw from it
     size, sizes = config.transformer, dict[str, int]()
     if config.model == "transformer_lm":
         sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
@@ -44,6 +52,11 @@ def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Nam
         raise UsageError(
             f"--model {config.model!r} sets the policy mixed_float16, which needs --precision fp16 to scale the loss; "
             "add it, or use mixed_bfloat16"
+        )
+    if float8 := [weight.path for weight in model.weights if getattr(weight, "overwrite_with_gradient", False)]:
+        raise UsageError(
+            f"--model {config.model!r}: {float8[0]} belongs to a layer in float8, whose scales Keras keeps as "
+            "gradients; use another dtype for that layer"
         )
     recurrent = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN)]
     if stateful := [layer.name for layer in recurrent if layer.stateful]:

@@ -64,6 +64,13 @@ def build_optimizer(config: TrainConfig, total_steps: int = 1) -> keras.optimize
                 f"--optimizer.name {name!r} returned a {type(optimizer).__name__}; return the optimizer inside it, and "
                 "scale losses by --precision fp16"
             )
+        parts = [part for value in vars(optimizer).values() for part in (value if isinstance(value, list) else [value])]
+        if any(isinstance(part, keras.optimizers.Optimizer) for part in parts):  # the checkpoint would miss their state
+            raise UsageError(
+                f"--optimizer.name {name!r} returned a {type(optimizer).__name__} of other optimizers; return a single "
+                "one, or use --loop fit with a train_step that applies several"
+            )
+        optimizer.loss_scale_factor = None  # would divide gradients by a factor of the loss that only Keras's fit uses
     else:
         options: dict[str, Any] = {}
         if settings.weight_decay is not None:

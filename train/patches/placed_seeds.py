@@ -16,6 +16,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state  # has no public name
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from cluster.system.errors import UsageError
 
@@ -42,6 +44,17 @@ _place: contextvars.ContextVar[RandomPlace | None] = contextvars.ContextVar("pla
 _keras_next_seed = keras.random.SeedGenerator.next
 
 
+_unseeded: list[keras.random.SeedGenerator] = []
+
+
+def make_unseeded(seed: int) -> None:
+    """Make the generator from which layers draw that have none.
+
+    Keras would make one for each of the threads that call replicas, inside the graph of a step, which fails.
+    """
+    _unseeded[:] = [keras.random.SeedGenerator(seed)]
+
+
 @contextlib.contextmanager
 def random_place(
     step: tf.Tensor, replica: tf.Tensor, micro_batch: tf.Tensor | None = None, drawn: Mapping[int, int] | None = None
@@ -51,6 +64,8 @@ def random_place(
     `step`, the optimizer steps done before this one, `replica` and `micro_batch`, None for number 0, are int64 scalars.
     `drawn` is how many seeds the earlier stages have drawn from each generator, by its `id`.
     """
+    if _unseeded:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _unseeded[0])
     inside = RandomPlace(step, replica, micro_batch, dict(drawn or {}))
     token = _place.set(inside)
     try:

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from keras.src.optimizers.multi_optimizer import OptimizerMap
+from keras.src.random.seed_generator import global_seed_generator
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
-from tests.support import own_module
+from tests.support import own_module, small_training
+from train import patches
 from train.config import TrainConfig, Transformer
+from train.loops.evaluation import new_evaluation
 from train.model import input_types, masks, models, objectives, optimizers
 from train.model.architectures import transformer_lm
 from train.saving import saved_weights
@@ -103,6 +107,37 @@ def test_a_model_that_is_built_again_to_be_exported_freezes_the_same_layers(monk
         assert [20 * 4 + 4, 4 * OUTPUTS + OUTPUTS] == [layer.count_params() for layer in model.layers]
         assert [True, False] == [bool(layer.trainable_weights) for layer in model.layers]
     assert keras.layers.Dense(1).name not in [layer.name for layer in model._flatten_layers()]
+
+
+def test_constants_that_are_drawn_with_a_model_are_the_same_in_each_build(monkeypatch):
+    def permuting(shape: tuple[int, ...], outputs: int) -> keras.Model:
+        inputs, order = keras.Input(shape), np.random.permutation(shape[-1])
+        permuted = keras.layers.Lambda(lambda values: tf.gather(values, order, axis=-1))(inputs)
+        return keras.Model(inputs, keras.layers.Dense(outputs)(keras.layers.Flatten()(permuted)))
+
+    own_module.put(monkeypatch, "own_models", model=permuting)
+    features = np.random.default_rng(0).normal(size=(2, 4, 50))
+    built = [models.build_configured(TrainConfig(model="own_models:model"), (4, 50), OUTPUTS) for _ in range(2)]
+    np.testing.assert_array_equal(*(model(features) for model in built))
+
+
+class Sampling(keras.layers.Layer):
+    """Draws when it is called, also at inference."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal(tf.shape(inputs))
+
+
+@pytest.mark.slow
+def test_what_a_layer_draws_at_inference_is_the_same_in_each_evaluation(tmp_path):
+    source, model = small_training.prepare(tmp_path), keras.Sequential([keras.layers.Flatten(), Sampling()])
+    loss = objectives.Averaged(lambda _labels, outputs: outputs)
+    patches.apply()
+    measure = new_evaluation(None, model, objectives.Objective(loss, loss, "mean"), source)
+    state = global_seed_generator().state.numpy()
+    first, second = measure(), measure()
+    assert first["eval_loss"] == second["eval_loss"]
+    np.testing.assert_array_equal(state, global_seed_generator().state.numpy())  # steps draw from it, too
 
 
 @pytest.mark.slow
@@ -265,9 +300,20 @@ def test_evaluation_uses_the_averages_if_requested(tmp_path: Path, evaluate: boo
     np.testing.assert_allclose(restored.trainable_variables[0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["nothing", "scaled"])
+@pytest.mark.parametrize("name", ["nothing", "scaled", "several"])
 def test_a_function_that_returns_no_optimizer_or_one_that_unscales_gradients_is_refused(monkeypatch, name):
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    own_module.put(monkeypatch, "own_optimizers", nothing=lambda rate: rate, scaled=lambda _rate: scaled)
+    several = keras.optimizers.MultiOptimizer(OptimizerMap(keras.optimizers.SGD()))
+    made = {"nothing": lambda rate: rate, "scaled": lambda _rate: scaled, "several": lambda _rate: several}
+    own_module.put(monkeypatch, "own_optimizers", **made)
     with pytest.raises(UsageError, match=f"--optimizer.name 'own_optimizers:{name}' returned"):
         optimizers.build_optimizer(configured(name=f"own_optimizers:{name}"))
+
+
+def test_an_optimizer_does_not_divide_by_a_scale_that_no_loss_has(monkeypatch):
+    own_module.put(
+        monkeypatch, "own_optimizers", scaling=lambda _rate: keras.optimizers.SGD(0.5, loss_scale_factor=8.0)
+    )
+    optimizer, variable = optimizers.build_optimizer(configured(name="own_optimizers:scaling")), keras.Variable([1.0])
+    optimizer.apply([tf.constant([1.0])], [variable])
+    np.testing.assert_allclose(variable.numpy(), [0.5])
