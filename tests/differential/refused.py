@@ -107,6 +107,11 @@ REFUSALS = (
         Case(0, strategy="mirrored", replicas=2, layers=("variable",)),
     ),
     Refusal(
+        "weights without a gradient with `--strategy pipeline`, as before `keras.ops.stop_gradient`",
+        lambda case: _piped(case) and "detached" in case.layers and not case.freeze,
+        Case(0, strategy="pipeline", stages=2, layers=("detached",)),
+    ),
+    Refusal(
         "`--callbacks` with `--strategy pipeline` on several tasks",
         lambda case: _piped(case) and bool(case.callbacks) and case.tasks > 1,
         Case(0, strategy="pipeline", stages=2, tasks=2, callbacks="epochs", steps=6),

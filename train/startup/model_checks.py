@@ -1,4 +1,4 @@
-"""Checks of a run's model, loss and metrics before the run starts, and the memory that the model takes.
+"""Checks of a run's model, loss and metrics before the run starts.
 
 The model must take the data, and be trainable in parts or in stages; the loss must take labels and outputs as the
 loops pass them.
@@ -19,13 +19,14 @@ from tensorflow import keras
 from cluster.contract.compatibility import precision_of
 from cluster.system.errors import ClusterError, UsageError
 from cluster.system.messages import described
-from train import named, patches
+from train import named, patches, random_operations
 from train.config import TrainConfig
 from train.data import feeds, opening
 from train.data.batches import BatchSlice
 from train.data.sources import Source
 from train.loops import fit
 from train.model import input_types, layer_state, masks, models, objectives, optimizers
+from train.model.export import is_legacy
 from train.model.objectives import Averaged, Objective
 from train.named import Named
 from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
@@ -36,8 +37,6 @@ from train.strategy import precision_policy
 
 EXAMPLES = 2
 """Size of the batch for checks of shapes."""
-WITHOUT_ACTIVATION = ("InputLayer", "Flatten", "Reshape", "Dropout")
-"""Layers whose outputs share the memory of their inputs, or take none without training."""
 
 
 def check_parts(
@@ -84,8 +83,9 @@ def check_parts(
         if config.loop == "fit" and config.micro_batches > 1:
             fit.check_micro_batches(model, replicas, config.micro_batches)
         if config.loop == "fit" and not config.needs_tf_keras(strategy):
-            fit.check_optimizers(model, replicas)
+            fit.check_optimizers(model)
             fit.warn_of_sum(model, replicas)
+    _check_gradients(config, model, source.feature_shape, cut=bool(stages))
     _check_ranges(config, model, source)
     if getattr(model, "compiled", False):
         print(
@@ -109,10 +109,11 @@ def check_parts(
             f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
         )
     graph = check_objective(config, objective, source, outputs, strategy=strategy, num_parts=num_parts)
+    model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
+    _warn_of_tensorflow(config, model, model_graph)
     if config.loop == "fit" and (method := models.find_override(model)):
         unverified = {instructions: [f"the model's {method}"] for instructions in preload.LARGEST_ISA}
     else:
-        model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
         unverified = primitives.find_unverified([model_graph, graph])
     return partition | {"unverified": unverified}
 
@@ -177,6 +178,65 @@ def _check_state(model: keras.Model, feature_shape: Named, num_parts: int, confi
                 f"--model {config.model!r}: {where} is a tf.Variable, which each replica or micro-batch would assign "
                 "by itself; make it with add_weight(trainable=False)"
             )
+
+
+def _check_gradients(config: TrainConfig, model: keras.Model, feature_shape: Named, *, cut: bool) -> None:
+    """Check that stages and virtual shards, which differentiate in their own way, do so as one device does."""
+    if not cut and not config.bitwise_elastic:
+        return
+    weights = model.trainable_variables
+
+    def with_gradient(*, isolated: bool = False) -> set[str]:
+        """Return the paths of the weights on which outputs or losses of the model depend."""
+        paths = set[str]()
+
+        def differentiate(features: Named) -> None:
+            scope: Any = contextlib.nullcontext()
+            if cut:  # they have no values
+                values, scope = [tf.zeros(weight.shape, weight.dtype) for weight in weights], ObservingScope()
+                for weight, value in zip(weights, values, strict=True):
+                    scope.add_update((weight, value))
+            else:
+                values = [weight.value for weight in weights]
+            if isolated:
+                values = [tf.convert_to_tensor(value) for value in values]
+                scope = layer_state.LayerState(model, config.bitwise_elastic).isolate(weights, values)
+            with tf.GradientTape(watch_accessed_variables=False) as tape, scope:
+                tape.watch(values)
+                outputs = [one for one in tf.nest.flatten(model(features, training=True)) if one.dtype.is_floating]
+            gradients = tape.gradient([*outputs, *model.losses], values)
+            paths.update(weight.path for weight, one in zip(weights, gradients, strict=True) if one is not None)
+
+        _trace(differentiate, model, feature_shape)
+        return paths
+
+    on_one_device = with_gradient()
+    if cut and (others := [weight.path for weight in weights if weight.path not in on_one_device]):
+        raise UsageError(f"--strategy pipeline: {others[0]} has no gradient, which stages need; --freeze its layer")
+    if not cut and (lost := sorted(on_one_device - with_gradient(isolated=True))):
+        raise UsageError(
+            f"--bitwise-elastic: the gradient of {lost[0]} gets lost in a function with a custom gradient, such as "
+            "keras.remat, that uses it from outside; pass it as an argument, or leave --bitwise-elastic out"
+        )
+
+
+def _warn_of_tensorflow(config: TrainConfig, model: keras.Model, graph: tf.Graph) -> None:
+    """Warn of variables and random numbers of TensorFlow, which Keras does not know."""
+    variables = layer_state.tensorflow_variables(model)
+    assigned = layer_state.find_assigned(variables, graph)
+    trainable = [where for where, variable in variables.items() if variable.trainable and where not in assigned]
+    if trainable and not is_legacy():
+        print(
+            f"warning: --model {config.model!r}: {trainable[0]} is a tf.Variable, which Keras 3 does not train; make "
+            "it with add_weight",
+            file=sys.stderr,
+        )
+    if drawing := random_operations.find_operations(graph.as_graph_def()):
+        print(
+            f"warning: --model {config.model!r} draws by TensorFlow's {drawing[0]}, which begins again after a restart "
+            "and is alike in every task; use keras.random with a keras.random.SeedGenerator",
+            file=sys.stderr,
+        )
 
 
 def _trace_model(model: keras.Model, feature_shape: Named, *, cut: bool, training: bool = True) -> Any:
@@ -315,42 +375,3 @@ def _described(specs: Named, *, dtype: bool = True) -> str:
         for spec in (item if isinstance(item, list | tuple) else [item])
     ]
     return " ".join(", ".join(descriptions).split())
-
-
-def measure_model(config: TrainConfig, strategy: str, data_dir: Path) -> dict[str, Any]:
-    """Return the model's sizes: `parameters`, and bytes of its weights, their gradients and the optimizer's state.
-
-    `activation_bytes` are those of one example: the outputs of all layers, which the backward needs, or None if they
-    are unknown.
-    """
-    source = opening.open_source(config, data_dir)
-    with precision_policy(precision_of(strategy, config.precision)):
-        model = models.build_configured(config, source.feature_shape, source.num_outputs)
-        optimizer = optimizers.build_optimizer(config)
-        optimizer.build(model.trainable_variables)
-    state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
-    return {
-        "parameters": sum(math.prod(weight.shape) for weight in model.weights),
-        "weights_bytes": _sum_bytes(model.weights),
-        "gradients_bytes": _sum_bytes(model.trainable_variables),
-        "optimizer_bytes": _sum_bytes(state),
-        "activation_bytes": _count_activation_bytes(model),
-    }
-
-
-def _sum_bytes(variables: Any) -> int:
-    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)
-
-
-def _count_activation_bytes(model: Any) -> int | None:
-    total = 0
-    for layer in model.layers:
-        if type(layer).__name__ in WITHOUT_ACTIVATION:
-            continue
-        try:
-            outputs = tf.nest.flatten(layer.output)
-            sizes = [math.prod(int(size) for size in output.shape[1:]) for output in outputs]
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            return None
-        total += sum(size * tf.as_dtype(layer.compute_dtype).size for size in sizes)
-    return total

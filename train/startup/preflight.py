@@ -28,10 +28,10 @@ def main(work: str, described: str) -> int:
 
     def build() -> dict[str, Any]:
         missing = _watch_variables()
-        from train.startup import model_checks  # imports TensorFlow
+        from train.startup import model_checks, model_sizes  # imports TensorFlow
 
         if work == "memory":
-            return model_checks.measure_model(config, options["strategy"], data_dir)
+            return model_sizes.measure_model(config, options["strategy"], data_dir)
         return model_checks.check_parts(config, data_dir=data_dir, **options) | {"missing": sorted(missing)}
 
     return user_code.reply(build)

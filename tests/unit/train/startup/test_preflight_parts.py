@@ -26,7 +26,7 @@ from train.config import Optimizer, TrainConfig
 from train.data import opening
 from train.data.prepare import preparation
 from train.loops import fit
-from train.startup import model_checks
+from train.startup import model_checks, model_sizes
 
 layers = keras.layers
 
@@ -62,6 +62,31 @@ class Assigns(layers.Layer):
     def call(self, inputs: Any) -> Any:
         tf.cond(tf.reduce_any(inputs > 0), lambda: self.seen.assign(1.0), lambda: 1.0)
         return inputs
+
+
+class Recomputed(layers.Layer):
+    """Uses weights inside a function with a custom gradient."""
+
+    def build(self, shape: Any) -> None:
+        self.inner = layers.Dense(2)
+        self.inner.build(shape)
+
+    def call(self, inputs: Any) -> Any:
+        return tf.recompute_grad(lambda values: tf.matmul(values, self.inner.kernel))(inputs)
+
+
+class Draws(layers.Layer):
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return inputs + tf.random.normal(tf.shape(inputs)) if training else inputs
+
+
+class WithVariable(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__(name="shift")
+        self.by = tf.Variable(1.0)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + self.by
 
 
 class Penalized(keras.Model):
@@ -161,6 +186,10 @@ MODELS = {
     "of_keras": chain(lambda: Counts(keras.Variable(0.0, trainable=False))),
     "normalized": chain(layers.BatchNormalization),
     "of_int32": of_int32,
+    "in_float8": chain(lambda: layers.Dense(4, dtype="float8_from_float32")),
+    "recomputed": chain(Recomputed),
+    "drawing": chain(Draws),
+    "of_tensorflow": chain(WithVariable),
 }
 
 
@@ -203,7 +232,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("plain", {}, {"loss": "tried_parts:fails"}, "--loss"),
         ("in_half", {"precision": "fp16"}, {}, "--precision fp16"),
         ("stateful", None, {}, "'memory' is stateful"),
-        ("with_optimizer", {"loop": "fit"}, {"loop": "fit", "replicas": 2}, r"Penalized.other .* build\(variables\)"),
+        ("with_optimizer", None, {"loop": "fit"}, r"Penalized.other .* build\(variables\)"),
+        ("in_float8", None, {}, "float8"),
+        ("recomputed", {}, {"bitwise_elastic": 2}, "--bitwise-elastic: the gradient of .*kernel"),
         ("of_probabilities", {"loss": "tried_parts:entropy"}, {}, "softmax"),
         ("called", None, {}, "softmax"),
         ("normalized", {}, {"loss": "tried_parts:of_pairs"}, "all pairs of examples"),
@@ -241,6 +272,8 @@ COMPARED = "depends on the others of its batch"
     [
         ("compiled", {}, "--optimizer.name, --loss and --metrics"),
         ("tested", {}, "test_step"),
+        ("of_tensorflow", {}, "shift.by"),
+        ("drawing", {}, "RandomStandardNormal"),
         ("normalized", {"loss": "tried_parts:of_batch", "replicas": 2}, COMPARED),
         ("normalized", {"loss": "tried_parts:of_batch", "micro_batches": 2}, COMPARED),
         ("normalized", {"loss": "tried_parts:of_batch"}, ""),
@@ -308,7 +341,7 @@ def images(monkeypatch):
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("sgd", 1)])
 def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(images, optimizer, slots):
-    value = model_checks.measure_model(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
+    value = model_sizes.measure_model(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
     assert (PARAMETERS, 4 * PARAMETERS, 4 * PARAMETERS) == tuple(
         value[name] for name in ("parameters", "weights_bytes", "gradients_bytes")
     )
@@ -316,6 +349,6 @@ def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(images, optimizer,
 
 
 def test_activations_are_the_outputs_of_the_layers(images):
-    value = model_checks.measure_model(TrainConfig(), "one", Path("data"))
+    value = model_sizes.measure_model(TrainConfig(), "one", Path("data"))
     outputs = 28 * 28 + 26 * 26 * 32 + 13 * 13 * 32 + 11 * 11 * 64 + 5 * 5 * 64 + 64 + 10
     assert 4 * outputs == value["activation_bytes"]
