@@ -22,7 +22,7 @@ from cluster.system import errors
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND, short_path
-from cluster.system.terminal import error_text, print_lines
+from cluster.system.terminal import error_text, outliving_reader, print_lines
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
@@ -99,8 +99,10 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
             with Live(run if run.script else None) as live:
                 ended = _watch(run, board, port, detach, sh, live)
         except KeyboardInterrupt:
+            run.insist_on_stop("Ctrl-C")  # before any output, which may fail or block
             how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
-            print_lines(f"stopping: {how}; Ctrl-C again kills")
+            with outliving_reader():
+                print_lines(f"stopping: {how}; Ctrl-C again kills")
             ended = stop(run, "Ctrl-C")
     except KeyboardInterrupt:
         ended = kill(run, sh)
@@ -176,9 +178,10 @@ def _start_tensorboard(
 
 def kill(run: RunFolder, sh: Shell) -> Summary:
     """End every task immediately; return the summary."""
-    print("killing every task", flush=True)
     with interrupts.ignored("ending every task"):
         run.end("stopped", task="user")  # before the claim, which makes a scaling command release it
+        with outliving_reader():
+            print("killing every task", flush=True)
         try:
             with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
                 # `docker compose kill` would fail if an agent had seen the outcome and ended first.

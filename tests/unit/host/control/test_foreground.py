@@ -13,8 +13,10 @@ from cluster.contract.run.heartbeat import LONGEST_LOOK_S, LivenessMonitor, is_s
 from cluster.host.control import foreground
 from cluster.host.image import engine
 from cluster.system import processes
+from cluster.system.errors import EXIT_INTERRUPTED
 from cluster.system.json_files import write_json
 from tests.support.beats import beat, end
+from tests.support.command_line import end_reader
 from tests.support.launching import Commands
 
 
@@ -148,3 +150,21 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run
     with pytest.raises(KeyboardInterrupt):
         foreground.up(SimpleNamespace(run=run), Commands(), began=0.0)
     assert goes_on is (run.name in capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_an_interrupt_that_also_ends_the_reader_of_the_output_stops_a_run_and_a_second_one_kills_it(
+    make_run, monkeypatch, scripted
+):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run = make_run(workers=0)
+    if scripted:
+        write_json(run.config, {"script": "train.py"})
+        run.log("chief").write_text("a line of the script\n")
+    monkeypatch.setattr(foreground, "_watch", interrupt)
+    monkeypatch.setattr(foreground, "follow", interrupt)
+    end_reader(monkeypatch)
+    assert EXIT_INTERRUPTED == foreground.attend(run, "local", 0, False, Commands())
+    assert ("Ctrl-C", "stopped") == (run.stop_request.by, run.load_summary().state)
