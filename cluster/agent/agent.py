@@ -394,7 +394,5 @@ class Agent:
         beat.current = replace(previous or beat.current, state=state, exit_code=self.exit_code, ended=True)
         beat.write()
         self.run.folder.event(self.task.name, state, step=previous.step if previous else None, exit_code=self.exit_code)
-        request = self.run.folder.stop_request
-        continues = outcome.state == OutcomeState.STOPPED and request and request.then != AfterStop.END
-        if self.task.role == Role.CHIEF and not continues:
+        if self.task.role == Role.CHIEF and not self.run.continues_elsewhere:
             summary.write_summary(self.run.folder, outcome=outcome)

@@ -88,6 +88,8 @@ class Attempt:
         if self.serves or not outcome or outcome.state == OutcomeState.FAILED:
             return 0.0
         grace_s = 1.0 if self.state in NOTHING_TO_SAVE else GRACE_S
+        if self.task.role == Role.EVALUATOR and self.state == TaskState.EVALUATING and not self.run.continues_elsewhere:
+            return self.watchdog.slow_timeout_s  # for the last checkpoint
         if not self.scripted:
             return grace_s
         left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else SCRIPT_GRACE_S

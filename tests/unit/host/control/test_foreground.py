@@ -12,6 +12,7 @@ from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import LONGEST_LOOK_S, LivenessMonitor, is_silent, read_live_heartbeats
 from cluster.host.control import foreground
 from cluster.host.image import engine
+from cluster.host.launch import teardown
 from cluster.system import processes
 from cluster.system.errors import EXIT_INTERRUPTED
 from cluster.system.json_files import write_json
@@ -168,3 +169,22 @@ def test_an_interrupt_that_also_ends_the_reader_of_the_output_stops_a_run_and_a_
     end_reader(monkeypatch)
     assert EXIT_INTERRUPTED == foreground.attend(run, "local", 0, False, Commands())
     assert ("Ctrl-C", "stopped") == (run.stop_request.by, run.load_summary().state)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_last_checkpoint_is_evaluated_before_a_run_is_removed(make_run, monkeypatch, capsys, interrupted):
+    run, removed = make_run(workers=0, evaluator=True), []
+    owner.create_owner(run, "local")
+    end(run, "succeeded")
+    beat(run, "evaluator", "evaluating")
+
+    def wait(_seconds: float) -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+        beat(run, "evaluator", "done")
+
+    monkeypatch.setattr(teardown.time, "sleep", wait)
+    monkeypatch.setattr(teardown, "remove_run", lambda run, sh: removed.append(run.heartbeat("evaluator").state))
+    assert "" == teardown.remove_ended(run, Commands())
+    assert ["evaluating" if interrupted else "done"] == removed
+    assert interrupted is (f"evaluate {run.name}" in capsys.readouterr().err)
