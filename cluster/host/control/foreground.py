@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cluster.contract import settings
 from cluster.contract.results import summary
 from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
@@ -28,7 +29,7 @@ POLL_S = 0.2
 START_TIMEOUT_S = 90.0
 """Longest time without any heartbeat after a start, once the data and images are there, or with a live supervisor."""
 STOP_TIMEOUT_S = 75.0
-"""Timeout of a graceful stop; the grace periods of the engine and of the agents are shorter."""
+"""Timeout of a graceful stop, without the grace period of scripts; those of the engine and the agents are shorter."""
 
 
 def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> Summary:
@@ -73,9 +74,11 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     return False
 
 
-def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
+def stop(run: RunFolder, by: str, timeout_s: float | None = None) -> Summary:
     """Ask a run to save and stop; return its summary, or raise TimedOut if it does not stop."""
     run.insist_on_stop(by)
+    if timeout_s is None:
+        timeout_s = STOP_TIMEOUT_S + (settings.seconds("SCRIPT_GRACE_S") if run.script else 0.0)
     try:
         return follow(run, lambda value: None, timeout_s)
     except TimedOut:

@@ -188,3 +188,11 @@ def test_the_last_checkpoint_is_evaluated_before_a_run_is_removed(make_run, monk
     assert "" == teardown.remove_ended(run, Commands())
     assert ["evaluating" if interrupted else "done"] == removed
     assert interrupted is (f"evaluate {run.name}" in capsys.readouterr().err)
+
+
+def test_a_stop_waits_for_the_grace_period_of_scripts(make_run, monkeypatch):
+    run = make_run(workers=0)
+    write_json(run.config, {"script": "train.py"})
+    monkeypatch.setenv("SCRIPT_GRACE_S", "600")
+    monkeypatch.setattr(foreground, "follow", lambda run, on_status, timeout_s: timeout_s)
+    assert foreground.stop(run, "a test") >= foreground.STOP_TIMEOUT_S + 600
