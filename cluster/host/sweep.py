@@ -136,13 +136,13 @@ def run_sweep(sweep: Sweep, parallel: int) -> int:
         _record(sweep.name).parent.mkdir(parents=True, exist_ok=True)
         write_json(_record(sweep.name), sweep.to_json())
         loop = _Loop(sweep, parallel)
-        try:
-            with interrupts.handled():
+        with interrupts.handled():
+            try:
                 loop.run()
-        except KeyboardInterrupt:
-            loop.interrupt()
-            print_lines(f"next: {COMMAND} sweep --resume {sweep.name}")
-            return EXIT_INTERRUPTED
+            except KeyboardInterrupt:
+                loop.interrupt()
+                print_lines(f"next: {COMMAND} sweep --resume {sweep.name}")
+                return EXIT_INTERRUPTED
     rows = best_first(sweep.name)
     print_lines(*listing.table_lines(rows))
     done = {row["run"] for row in rows if row["result"] == records.OutcomeState.SUCCEEDED}
@@ -198,7 +198,7 @@ class _Loop:
                     if isinstance(process.args, list) and "wait" in process.args:
                         RunFolder(folders.runs_dir() / name).request_stop(f"{COMMAND} sweep")
                     else:
-                        process.send_signal(signal.SIGINT)
+                        process.send_signal(signal.SIGTERM)  # it ignores SIGINT if a script started the sweep by `&`
                 with outliving_reader():
                     if not again:
                         print_lines(f"stopping {counted(len(self._running), 'trial')}; a second Ctrl-C kills")
