@@ -77,6 +77,8 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
 def stop(run: RunFolder, by: str, timeout_s: float | None = None) -> Summary:
     """Ask a run to save and stop; return its summary, or raise TimedOut if it does not stop."""
     run.insist_on_stop(by)
+    if registry.find_runtime(run).cancel_queued(run):
+        teardown.record_end(run)  # no task is there to do it
     if timeout_s is None:
         timeout_s = STOP_TIMEOUT_S + (settings.seconds("SCRIPT_GRACE_S") if run.script else 0.0)
     try:
