@@ -186,8 +186,8 @@ class Agent:
                     attempt.begin(Phase.RUNNING)
                     self._watch(attempt)
         finally:
-            attempt.heartbeat.stop()
             code = as_exit_code(attempt.program.end(attempt.grace_s))
+            attempt.heartbeat.stop()  # only now: watchers would give up on a script that takes long to save
             outcome = self.run.outcome
             at_fault = outcome and (outcome.state, outcome.task) == (OutcomeState.FAILED, self.task.name)
             self.exit_code = 0 if attempt.serves and outcome and not at_fault else code
@@ -309,8 +309,7 @@ class Agent:
             case BareAction.CONTINUE:
                 return self._continue(attempt)
             case BareAction.REQUEST_END:
-                attempt.program.request_end()
-                attempt.grace_ends = attempt.grace_ends or time.monotonic() + SCRIPT_GRACE_S
+                attempt.request_end()
                 return self._continue(attempt)
             case BareAction.AWAIT_OUTCOME:
                 attempt.begin(Phase.DONE)
@@ -394,7 +393,6 @@ class Agent:
         beat.current = replace(previous or beat.current, state=state, exit_code=self.exit_code, ended=True)
         beat.write()
         self.run.folder.event(self.task.name, state, step=previous.step if previous else None, exit_code=self.exit_code)
-        request = self.run.folder.stop_request
-        continues = outcome.state == OutcomeState.STOPPED and request and request.then != AfterStop.END
-        if self.task.role == Role.CHIEF and not continues:
-            summary.write_summary(self.run.folder, outcome=outcome)
+        if self.task.role == Role.CHIEF and not self.run.continues_elsewhere:
+            grace_s = SCRIPT_GRACE_S if self._kind.scripted and outcome.state == OutcomeState.STOPPED else 0.0
+            summary.write_summary(self.run.folder, summary.SETTLE_S + grace_s, outcome)

@@ -84,14 +84,19 @@ class Attempt:
     @property
     def grace_s(self) -> float:
         """Seconds in which to save; 0 after a failure, as the other tasks hang in a step; at most 1 before training."""
-        outcome = self.run.outcome
+        outcome, grace_s = self.run.outcome, GRACE_S
         if self.serves or not outcome or outcome.state == OutcomeState.FAILED:
             return 0.0
-        grace_s = 1.0 if self.state in NOTHING_TO_SAVE else GRACE_S
-        if not self.scripted:
-            return grace_s
-        left_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else SCRIPT_GRACE_S
-        return min(left_s, grace_s)
+        if self.scripted:  # since the stop request, whichever script ended first
+            grace_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else SCRIPT_GRACE_S
+        elif self.task.role == Role.EVALUATOR and not self.run.continues_elsewhere:
+            grace_s = self.watchdog.slow_timeout_s  # it evaluates the last checkpoint
+        return min(grace_s, 1.0) if self.state in NOTHING_TO_SAVE else grace_s
+
+    def request_end(self) -> None:
+        """Ask the program to save and end; a script's grace period begins with the first request."""
+        self.program.request_end()
+        self.grace_ends = self.grace_ends or time.monotonic() + SCRIPT_GRACE_S
 
     def watch(self) -> None:
         """Start a new watchdog, which measures stalls from now on."""

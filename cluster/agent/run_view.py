@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from cluster.agent.hub import Hub, HubClient, News
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.joining import TaskCopy
-from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome
+from cluster.contract.run.records import AfterStop, Generation, Heartbeat, Outcome, OutcomeState
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.waiting import Bell
 
@@ -116,6 +116,13 @@ class RunView:
         if self._ended is None:
             self._ended = self._news().outcome or self._at_times("outcome", lambda: self.folder.outcome)
         return self._ended
+
+    @property
+    def continues_elsewhere(self) -> bool:
+        """Whether the run has stopped only to continue on another cluster or other nodes."""
+        has_stopped = self.outcome is not None and self.outcome.state == OutcomeState.STOPPED
+        request = self.folder.stop_request if has_stopped else None
+        return request is not None and request.then != AfterStop.END
 
     def is_over(self, generation: int) -> bool:
         """Whether a generation is over: the run has an outcome, or a newer generation has begun."""

@@ -63,6 +63,7 @@ class Watchdog:
     def __init__(self, run: RunView, spec: ClusterSpec, task: Task, generation: int) -> None:
         """Begin to watch a complete cluster."""
         self._hang_timeout_s = run.folder.started.hang_timeout_s or HANG_TIMEOUT_S
+        self.slow_timeout_s = SLOW_FACTOR * self._hang_timeout_s
         self._run = run
         self._spec = spec
         self._task = task
@@ -276,7 +277,7 @@ class Watchdog:
 
     def _step_timeout_s(self, beat: Heartbeat) -> float:
         slow = beat.state != TaskState.TRAINING
-        return SLOW_FACTOR * self._hang_timeout_s if slow else max(self._hang_timeout_s, 2 * self._first_step_s)
+        return self.slow_timeout_s if slow else max(self._hang_timeout_s, 2 * self._first_step_s)
 
 
 def _is_running(beat: Heartbeat) -> bool:

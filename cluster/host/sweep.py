@@ -31,7 +31,7 @@ from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Usag
 from cluster.system.files import ROOT
 from cluster.system.json_files import read_json_lines, write_json
 from cluster.system.messages import COMMAND, counted, short_path
-from cluster.system.terminal import print_lines
+from cluster.system.terminal import outliving_reader, print_lines
 
 ETA = 3
 """The reduction factor: one in `ETA` trials continues at each rung, and each rung has `ETA` times as many steps."""
@@ -136,13 +136,13 @@ def run_sweep(sweep: Sweep, parallel: int) -> int:
         _record(sweep.name).parent.mkdir(parents=True, exist_ok=True)
         write_json(_record(sweep.name), sweep.to_json())
         loop = _Loop(sweep, parallel)
-        try:
-            with interrupts.handled():
+        with interrupts.handled():
+            try:
                 loop.run()
-        except KeyboardInterrupt:
-            loop.interrupt()
-            print_lines(f"next: {COMMAND} sweep --resume {sweep.name}")
-            return EXIT_INTERRUPTED
+            except KeyboardInterrupt:
+                loop.interrupt()
+                print_lines(f"next: {COMMAND} sweep --resume {sweep.name}")
+                return EXIT_INTERRUPTED
     rows = best_first(sweep.name)
     print_lines(*listing.table_lines(rows))
     done = {row["run"] for row in rows if row["result"] == records.OutcomeState.SUCCEEDED}
@@ -192,14 +192,16 @@ class _Loop:
 
     def interrupt(self) -> None:
         """Forward an interrupt to every trial, which saves and stops; a second one kills them."""
-        print_lines(f"stopping {counted(len(self._running), 'trial')}; a second Ctrl-C kills")
-        for _ in range(2):
+        for again in (False, True):
             with contextlib.suppress(KeyboardInterrupt):
                 for name, process in self._running.items():
                     if isinstance(process.args, list) and "wait" in process.args:
                         RunFolder(folders.runs_dir() / name).request_stop(f"{COMMAND} sweep")
                     else:
-                        process.send_signal(signal.SIGINT)
+                        process.send_signal(signal.SIGTERM)  # it ignores SIGINT if a script started the sweep by `&`
+                with outliving_reader():
+                    if not again:
+                        print_lines(f"stopping {counted(len(self._running), 'trial')}; a second Ctrl-C kills")
                 for process in self._running.values():
                     process.wait()
                 return

@@ -94,6 +94,17 @@ def redirected(targets: Mapping[int, int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def outliving_reader() -> Iterator[None]:
+    """Context manager that discards the output from here on if its reader has ended, as Ctrl-C also ends `tee`."""
+    try:
+        yield
+    except BrokenPipeError:
+        null, out, err = os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno(), sys.stderr.fileno()
+        for closed in [err, out] if os.path.sameopenfile(err, out) else [out]:
+            os.dup2(null, closed)
+
+
+@contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
     """Context manager that holds back stderr, and prints all except the noise at the end."""
     with tempfile.TemporaryFile() as held:

@@ -39,6 +39,7 @@ def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message)
             ["--pipeline.schedule", "--schedule before"],
         ),
         (Request(script="s.py", evaluator=True), ["--evaluator"]),
+        (Request(script="s.py", hang_timeout=600), ["--hang-timeout"]),
         (Request(separate_chief=True), ["--separate-chief", "--script"]),
         (Request(hang_timeout=0), ["--hang-timeout"]),
         (Request(max_restarts=-1), ["--max-restarts"]),

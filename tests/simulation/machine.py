@@ -137,7 +137,7 @@ def dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
     return "" if answers and world.random.random() >= DROPPED_SHARE else "no answer"
 
 
-def write_summary(run: folder.SimFolder, outcome: Any) -> None:
+def write_summary(run: folder.SimFolder, settle_s: float, outcome: Any) -> None:
     run.world.sleep(0.1)
     assert outcome
     run.records["summary"] = run.records["outcome"]

@@ -49,6 +49,13 @@ def exit_code(task: str, /, *arguments: Any, **options: Any) -> int:
     return 0
 
 
+def end_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the standard output a pipe whose reader has ended. pytest undoes this after a fixture."""
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
+
+
 def options(task: Task) -> dict[str, Any]:
     parameters = list(inspect.signature(task.body).parameters.values())[1:]
     return {parameter.name: parameter.default for parameter in parameters}

@@ -159,8 +159,8 @@ class Save(Periodic):
         interval = context.config.checkpoint_every
         super().__init__(every(parse_interval(interval)[0]))
         past = Past.read(context.run, context.generation, first) if context.chief else None
-        # The watchdog sees progress only between calls.
-        call_s = (context.run.started.hang_timeout_s or HANG_TIMEOUT_S) / 6
+        # The watchdog sees progress, and tasks see a stop request, only between calls.
+        call_s = min(context.run.started.hang_timeout_s or HANG_TIMEOUT_S, HANG_TIMEOUT_S) / 6
         self.timer = SaveTimer(interval, past, call_s=call_s, writing=lambda: checkpoint.writing)
         self._report, self._checkpoint, self._prepare = report, checkpoint, prepare
         self.saved_at: int | None = None

@@ -145,6 +145,7 @@ class Training:
                 self._evaluate.evaluate(step)
             if not stopped:
                 self.save.save(step)  # callbacks may have changed weights at the end, such as to the best ones
+        self._context.heartbeat.update(state="saving")  # writing the checkpoint may take longer than a step may
         self._setup.checkpoint.release()
         if self._context.task_stages and not self._context.task_stages.whole:
             self._context.task_stages.release()  # the chief needs memory for the whole model

@@ -13,6 +13,7 @@ from cluster.host.launch import planning, startup, teardown
 from cluster.host.options.request import Request
 from cluster.host.options.run_file import flatten
 from cluster.host.runtime.base import Shell
+from cluster.host.view import interrupts
 from cluster.host.view.columns import plain_lines
 from cluster.host.view.live import Live
 from cluster.host.view.status import ended_lines
@@ -40,6 +41,7 @@ class RunComparison:
     differences: list[str]
 
 
+@interrupts.handled()  # SIGTERM ends the new run, too, and after SIGHUP it is still watched to its end
 def repeat_run(
     run: RunFolder, runtime: str, sh: Shell, *, trust: bool = False, shown: bool = True
 ) -> tuple[RunFolder, RunComparison | None]:

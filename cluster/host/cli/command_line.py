@@ -287,6 +287,7 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a script starts by `&`
         )
 
     def send_interrupt(self, interrupt: KeyboardInterrupt) -> None:  # noqa: ARG002  # invoke's name

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cluster.contract import settings
 from cluster.contract.results import summary
 from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
@@ -22,13 +23,13 @@ from cluster.system import errors
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, TimedOut
 from cluster.system.json_files import write_json
 from cluster.system.messages import COMMAND, short_path
-from cluster.system.terminal import error_text, print_lines
+from cluster.system.terminal import error_text, outliving_reader, print_lines
 
 POLL_S = 0.2
 START_TIMEOUT_S = 90.0
 """Longest time without any heartbeat after a start, once the data and images are there, or with a live supervisor."""
 STOP_TIMEOUT_S = 75.0
-"""Timeout of a graceful stop; the grace periods of the engine and of the agents are shorter."""
+"""Timeout of a graceful stop, without the grace period of scripts; those of the engine and the agents are shorter."""
 
 
 def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> Summary:
@@ -73,9 +74,13 @@ def until_training(run: RunFolder, on_status: Callable[[dict[str, Any]], None]) 
     return False
 
 
-def stop(run: RunFolder, by: str, timeout_s: float = STOP_TIMEOUT_S) -> Summary:
+def stop(run: RunFolder, by: str, timeout_s: float | None = None) -> Summary:
     """Ask a run to save and stop; return its summary, or raise TimedOut if it does not stop."""
     run.insist_on_stop(by)
+    if registry.find_runtime(run).cancel_queued(run):
+        teardown.record_end(run)  # no task is there to do it
+    if timeout_s is None:
+        timeout_s = STOP_TIMEOUT_S + (settings.seconds("SCRIPT_GRACE_S") if run.script else 0.0)
     try:
         return follow(run, lambda value: None, timeout_s)
     except TimedOut:
@@ -99,8 +104,10 @@ def attend(run: RunFolder, board: str, port: int | None, detach: bool, sh: Shell
             with Live(run if run.script else None) as live:
                 ended = _watch(run, board, port, detach, sh, live)
         except KeyboardInterrupt:
+            run.insist_on_stop("Ctrl-C")  # before any output, which may fail or block
             how = "every script gets a SIGTERM" if run.script else "every task saves at the same step"
-            print_lines(f"stopping: {how}; Ctrl-C again kills")
+            with outliving_reader():
+                print_lines(f"stopping: {how}; Ctrl-C again kills")
             ended = stop(run, "Ctrl-C")
     except KeyboardInterrupt:
         ended = kill(run, sh)
@@ -176,9 +183,10 @@ def _start_tensorboard(
 
 def kill(run: RunFolder, sh: Shell) -> Summary:
     """End every task immediately; return the summary."""
-    print("killing every task", flush=True)
     with interrupts.ignored("ending every task"):
         run.end("stopped", task="user")  # before the claim, which makes a scaling command release it
+        with outliving_reader():
+            print("killing every task", flush=True)
         try:
             with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
                 # `docker compose kill` would fail if an agent had seen the outcome and ended first.

@@ -14,7 +14,7 @@ from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import DEFAULT_WORKERS, ClusterSpec, Role
 from cluster.host.launch.folders import find_run
 from cluster.host.options.request import OPTIONS, Request, check_together
-from cluster.host.options.run_file import flatten
+from cluster.host.options.run_file import VARIABLES, flatten, merge_by_name
 from cluster.host.runtime import registry
 from cluster.host.runtime.resources import Job
 from cluster.system.errors import UsageError
@@ -58,7 +58,7 @@ def resume(request: Request) -> tuple[RunFolder, Started, Request]:
     if script:
         recorded |= {"script": script["script"], "args": script.get("arguments", ())}
         recorded |= {"separate_chief": script.get("separate_chief", False)}
-    inherited: dict[str, Any] = {}
+    inherited: dict[str, Any] = {name: merge_by_name(recorded.pop(name), getattr(request, name)) for name in VARIABLES}
     for name, value in recorded.items():
         option = OPTIONS.get(name)  # none declares `args`
         is_given = option.is_given(getattr(request, name)) if option else bool(getattr(request, name))

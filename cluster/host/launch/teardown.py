@@ -1,18 +1,23 @@
 """Ends runs: removes their processes, containers and networks, and finds leftovers."""
 
 import contextlib
+import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.contract.results import summary
 from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import final_state, is_silent
+from cluster.contract.run.heartbeat import POLL_S, LivenessMonitor, final_state, is_silent
+from cluster.contract.run.records import TaskState
+from cluster.contract.spec import Role
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime, Shell
 from cluster.system import processes
 from cluster.system.errors import EXIT_FAILED, ClusterError, PrerequisiteError
 from cluster.system.messages import COMMAND
+from cluster.system.terminal import outliving_reader, print_lines, print_wait
 
 
 def in_progress(run: RunFolder) -> bool:
@@ -44,12 +49,29 @@ def remove_ended(run: RunFolder, sh: Shell) -> str:
     Errors must not keep the run's result from being reported. A run that another command has resumed is left alone.
     """
     try:
+        _await_evaluation(run)
+    except KeyboardInterrupt:
+        with outliving_reader():
+            print_lines(f"not evaluated: the last checkpoint; next: {COMMAND} evaluate {run.name}", file=sys.stderr)
+    try:
         with claim.hold_claim(run, "ended", wait_s=claim.WAIT_S):
             return try_remove(run, sh) if run.summary.exists() else ""
     except claim.Taken:
         return ""
     except (ClusterError, KeyboardInterrupt) as error:
         return _left(run, error)
+
+
+def _await_evaluation(run: RunFolder) -> None:
+    """Wait while the evaluator evaluates the last checkpoint; its agent ends it if that takes too long."""
+    monitor, is_announced = LivenessMonitor(run), False
+    while owner.read_owner(run) and (beat := monitor.look().get(Role.EVALUATOR.value)):
+        if beat.state != TaskState.EVALUATING:
+            return
+        if not is_announced:
+            print_wait("the evaluator evaluates the last checkpoint; Ctrl-C ends it")
+            is_announced = True
+        time.sleep(POLL_S)
 
 
 def try_remove(run: RunFolder, sh: Shell) -> str:

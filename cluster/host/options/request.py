@@ -145,7 +145,7 @@ class Request:
     checkpoint_every: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="checkpoint-every")
     check_replicas: str = option(types=WORD_OR_NUMBER, needs=Needs.TRAINER, override="check-replicas")
     no_memory_snapshots: bool = option(False, needs=Needs.TRAINER, override="no-memory-snapshots")
-    hang_timeout: int | None = option(None, bounds=(1, 86_400))
+    hang_timeout: int | None = option(None, bounds=(1, 86_400), needs=Needs.TRAINER)
     max_restarts: int | None = option(None, bounds=(0, 1000))
     max_external_restarts: int | None = option(None, bounds=(0, 100_000))
     min_workers: int | None = option(None, bounds=(0, MAX_TASKS), needs=Needs.TRAINER)

@@ -30,6 +30,8 @@ from cluster.system.messages import COMMAND, short_path
 TRAIN, ARGS = "train", "args"
 USERS = ("keep_warm",)
 """The options that may be in the user's configuration, too."""
+VARIABLES = ("env", "secret")
+"""The options that give the tasks' variables, which are merged by name."""
 _KEYS = {option.key: option for option in OPTIONS.values()}
 
 
@@ -45,7 +47,7 @@ class RunFile:
 
     def request(self, given: Mapping[str, Any], words: Sequence[str]) -> Request:
         """Return the request of this file and a command line with `words` after `--`, which takes precedence."""
-        added = {name: (*self.options.get(name, ()), *given.get(name, ())) for name in ("env", "secret")}
+        added = {name: merge_by_name(self.options.get(name, ()), given.get(name, ())) for name in VARIABLES}
         options = {**self.options, **given, **added, "code_dir": str(self.path.parent)}
         return Request(**options, overrides=tuple(words), train=self.train, args=self.args)
 
@@ -75,6 +77,11 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
         if option.name in taken:
             options[option.name] = checked
     return RunFile(path, options, tuple(_words(train, "", path)), tuple(args))
+
+
+def merge_by_name(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of an option in `VARIABLES`; for each name the last one counts."""
+    return tuple({word.partition("=")[0]: word for word in (*earlier, *later)}.values())
 
 
 def read_user_file() -> Mapping[str, Any]:

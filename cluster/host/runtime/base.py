@@ -283,6 +283,10 @@ class Runtime(ABC):
         """Return the status, maybe seconds old, of a run without heartbeats, as a line; empty without a scheduler."""
         return ""
 
+    def cancel_queued(self, run: RunFolder) -> bool:  # noqa: ARG002
+        """Cancel a run of which a scheduler has begun no task yet; return whether it was cancelled."""
+        return False
+
     @abstractmethod
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
         """End and remove everything of the run except its folder; return once all is gone. Idempotent.

@@ -4,6 +4,7 @@ The job runs `cluster/agent/schedulers/slurm.py` on its nodes. Slurm's clients w
 not answer. So after a failure, Slurm is not queried again for a while, however many runs a command examines.
 """
 
+import contextlib
 import shlex
 import string
 import sys
@@ -59,8 +60,8 @@ class Queue:
         self._failure: tuple[float, tuple[int, str, str]] | None = None
         """The time of the last failed query, and its result."""
 
-    def jobs(self, name: str = "", *, parts: bool = False) -> dict[str, str]:
-        """Return the names of this user's jobs in progress by job number, optionally only jobs called `name`.
+    def jobs(self, name: str = "", *, parts: bool = False, states: Collection[str] = IN_PROGRESS) -> dict[str, str]:
+        """Return the names of this user's jobs in `states` by job number, optionally only jobs called `name`.
 
         With `parts`, this includes its replacement jobs, whose names begin with `name` and a dot.
         """
@@ -69,7 +70,7 @@ class Queue:
         if code:
             raise PrerequisiteError(f"Slurm does not answer: {last_output_line(complained)}")
         rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
-        found = {number: called for number, state, called in rows if state in IN_PROGRESS}
+        found = {number: called for number, state, called in rows if state in states}
         if parts:
             return {number: called for number, called in found.items() if f"{called}.".startswith(f"{name}.")}
         return found
@@ -247,6 +248,14 @@ class Slurm(ScheduledRuntime):
 
     def scheduler_status(self, run: RunFolder) -> str:
         return str(self.look(self._queue.describe, run))
+
+    def cancel_queued(self, run: RunFolder) -> bool:
+        name = job_name(run)
+        with contextlib.suppress(PrerequisiteError):  # Slurm does not answer
+            if self._queue.jobs(name, states={"PENDING"}):
+                processes.run(["scancel", "--state=PENDING", f"--jobname={name}"], ANSWER_S)
+                return not self._queue.jobs(name)  # it may have begun just before
+        return False
 
     def scheduled_name(self, run: RunFolder) -> str:
         return job_name(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.logs import LogReader, render_line
 from cluster.host.view.status import chief_loss, live_lines, progress
 from cluster.system.messages import COMMAND, plain
-from cluster.system.terminal import print_lines
+from cluster.system.terminal import outliving_reader, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,10 +63,11 @@ class Live:
     def __enter__(self) -> Live:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.clear()
         if not self._console:
-            self._print_output(ended=True)
+            with outliving_reader() if kind else contextlib.nullcontext():  # the exception counts, not the output
+                self._print_output(ended=True)
 
     def show(self, value: dict[str, Any]) -> None:
         if console := self._console:

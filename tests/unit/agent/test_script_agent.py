@@ -5,11 +5,12 @@ import os
 import signal
 import textwrap
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.agent import agent, decide, task_process
+from cluster.agent import agent, attempt, decide, task_process
 from cluster.agent.decide import STOP_RUN, EndRun, Phase
 from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends
@@ -20,6 +21,7 @@ from cluster.host.runtime.local_runtime import processes_of
 from cluster.host.runtime.payload import Payload
 from cluster.host.view.status import ended_lines
 from cluster.system.json_files import append_json, read_json, write_json
+from tests.support.beats import beat
 from tests.support.gang import SIGKILLED, Gang, StartGang, assert_ended
 from tests.support.waiting import wait_for
 
@@ -134,6 +136,18 @@ def test_a_stop_ends_every_script(start_scripts, monkeypatch, on_sigterm, grace_
     summary = gang.summary()
     assert ("stopped", []) == (summary["state"], summary["restarts"])
     assert {"stopped"} == {beat.state for beat in gang.run.heartbeats().values()}
+
+
+def test_the_end_of_one_script_does_not_cut_the_grace_period_of_another(run, monkeypatch):
+    monkeypatch.setattr(attempt, "SCRIPT_GRACE_S", 100.0)
+    monkeypatch.setattr(attempt.time, "monotonic", lambda: 1000.0)
+    worker = agent.Agent(RunView(run), "worker-0", [], 1.0, kind=task_process.Script)._attempt_in(0)
+    worker.program = SimpleNamespace(request_end=lambda: None)
+    worker.request_end()
+    run.end("stopped", task="chief")
+    monkeypatch.setattr(attempt.time, "monotonic", lambda: 1030.0)
+    beat(run, "worker-0")
+    assert 70.0 == worker.grace_s
 
 
 def test_a_script_gets_its_arguments_its_environment_and_its_neighbours(start_scripts, tmp_path):

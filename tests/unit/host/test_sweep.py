@@ -1,7 +1,9 @@
 """Sweeps: which values they refuse, the command of each trial, and which trials successive halving stops."""
 
 import math
+import signal
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from cluster.host.sweep import Sweep, Trial, is_among_best, loss_at
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import write_json
 from cluster.system.ports import free_ports
+from tests.support.command_line import end_reader
 
 
 @pytest.fixture
@@ -90,6 +93,15 @@ def test_a_trial_that_a_killed_sweep_has_dropped_is_still_stopped(make_run):
     planned = Sweep(name="s", options=(), overrides=(), trials=(trial,), halving=10, dropped={"bad": 10})
     sweep._Loop(planned, 1)._halve(trial)
     assert run.stop_requested
+
+
+def test_an_interrupt_that_also_ends_the_reader_of_the_output_reaches_every_trial(monkeypatch):
+    signals: list[int] = []
+    loop = sweep._Loop(Sweep(name="s", options=(), overrides=(), trials=()), 1)
+    loop._running["s-1"] = SimpleNamespace(args=["up"], send_signal=signals.append, wait=lambda: 0)
+    end_reader(monkeypatch)
+    loop.interrupt()
+    assert [signal.SIGTERM] == signals  # SIGINT is ignored in what a script starts by `&`
 
 
 @pytest.mark.parametrize(

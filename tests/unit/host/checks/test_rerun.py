@@ -1,5 +1,6 @@
 """A run made once more is compared step by step and bit by bit, and what differs between the machines is named."""
 
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -89,9 +90,10 @@ def test_only_a_run_that_succeeded_can_be_made_again(made, make_run):
             rerun.repeat_run(run, "", lambda command: pytest.fail("something was started"))
 
 
-def test_a_rerun_that_is_interrupted_has_stopped(made, make_run, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rerun_that_is_interrupted_or_terminated_has_stopped(made, make_run, monkeypatch, number):
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        signal.getsignal(number)(number, None)
 
     first, second = made("one"), make_run("two", workers=0)
     monkeypatch.setattr(planning, "plan", lambda requested: SimpleNamespace(run=second))

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -190,3 +191,16 @@ def test_a_command_that_is_interrupted_before_anybody_waits_for_it_is_ended(monk
     assert [runner] == started
     assert runner.process is not None
     assert runner.process.wait(5) != 0
+
+
+def test_a_command_takes_an_interrupt_that_this_process_ignores():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in what a script starts by `&`
+    runner = Runner(Context(Config()))
+    runner.start("echo on; exec sleep 600", "/bin/sh", dict(os.environ))
+    assert runner.process is not None
+    assert b"on\n" == runner.process.stdout.readline()  # before, the shell itself would take it
+    runner.send_interrupt(KeyboardInterrupt())
+    try:
+        assert -signal.SIGINT == runner.process.wait(30)
+    finally:
+        runner.kill()

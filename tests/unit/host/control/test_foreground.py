@@ -12,9 +12,12 @@ from cluster.contract.run.folder import LOST_AFTER_S, RunFolder
 from cluster.contract.run.heartbeat import LONGEST_LOOK_S, LivenessMonitor, is_silent, read_live_heartbeats
 from cluster.host.control import foreground
 from cluster.host.image import engine
+from cluster.host.launch import teardown
 from cluster.system import processes
+from cluster.system.errors import EXIT_INTERRUPTED
 from cluster.system.json_files import write_json
 from tests.support.beats import beat, end
+from tests.support.command_line import end_reader
 from tests.support.launching import Commands
 
 
@@ -148,3 +151,48 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run
     with pytest.raises(KeyboardInterrupt):
         foreground.up(SimpleNamespace(run=run), Commands(), began=0.0)
     assert goes_on is (run.name in capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_an_interrupt_that_also_ends_the_reader_of_the_output_stops_a_run_and_a_second_one_kills_it(
+    make_run, monkeypatch, scripted
+):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run = make_run(workers=0)
+    if scripted:
+        write_json(run.config, {"script": "train.py"})
+        run.log("chief").write_text("a line of the script\n")
+    monkeypatch.setattr(foreground, "_watch", interrupt)
+    monkeypatch.setattr(foreground, "follow", interrupt)
+    end_reader(monkeypatch)
+    assert EXIT_INTERRUPTED == foreground.attend(run, "local", 0, False, Commands())
+    assert ("Ctrl-C", "stopped") == (run.stop_request.by, run.load_summary().state)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_last_checkpoint_is_evaluated_before_a_run_is_removed(make_run, monkeypatch, capsys, interrupted):
+    run, removed = make_run(workers=0, evaluator=True), []
+    owner.create_owner(run, "local")
+    end(run, "succeeded")
+    beat(run, "evaluator", "evaluating")
+
+    def wait(_seconds: float) -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+        beat(run, "evaluator", "done")
+
+    monkeypatch.setattr(teardown.time, "sleep", wait)
+    monkeypatch.setattr(teardown, "remove_run", lambda run, sh: removed.append(run.heartbeat("evaluator").state))
+    assert "" == teardown.remove_ended(run, Commands())
+    assert ["evaluating" if interrupted else "done"] == removed
+    assert interrupted is (f"evaluate {run.name}" in capsys.readouterr().err)
+
+
+def test_a_stop_waits_for_the_grace_period_of_scripts(make_run, monkeypatch):
+    run = make_run(workers=0)
+    write_json(run.config, {"script": "train.py"})
+    monkeypatch.setenv("SCRIPT_GRACE_S", "600")
+    monkeypatch.setattr(foreground, "follow", lambda run, on_status, timeout_s: timeout_s)
+    assert foreground.stop(run, "a test") >= foreground.STOP_TIMEOUT_S + 600

@@ -216,7 +216,7 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, stopped_run
 
 
 def test_a_script_s_run_goes_on_with_its_script_and_bounds(theirs, stopped_run):
-    bounds = {"hang_timeout": 600, "max_restarts": 0, "max_external_restarts": 7}
+    bounds = {"max_restarts": 0, "max_external_restarts": 7}
     run = stopped_run(script=str(theirs), name="one", workers=1, overrides=("7",), **bounds)
     plan = planning.plan(Request(resume="one", **LOCAL))
     assert (theirs, ("7",), 2) == (plan.payload.script, plan.payload.arguments, len(plan.cluster.tasks))
@@ -225,15 +225,24 @@ def test_a_script_s_run_goes_on_with_its_script_and_bounds(theirs, stopped_run):
     stopped_run(resume="one")
     assert 1 == run.generation
 
-    def resumed(**options: str) -> tuple[int, int, int]:
-        plan = planning.plan(Request(resume="one", **LOCAL, **options, trust=True))
-        return tuple(plan.options.count(name) for name in ("hang_timeout", "max_restarts", "max_external_restarts"))
+    def resumed(**options: str) -> tuple[int, int]:
+        plan = planning.plan(Request(resume="one", **LOCAL, **options))
+        return tuple(plan.options.count(name) for name in bounds)
 
-    assert (600, 0, 7) == resumed()
-    assert (30, 5, 9) == resumed(hang_timeout=30, max_restarts=5, max_external_restarts=9)
+    assert (0, 7) == resumed()
+    assert (5, 9) == resumed(max_restarts=5, max_external_restarts=9)
+
+
+def test_a_training_continues_with_its_hang_timeout(resolved, stopped_run):
+    run = stopped_run(name="one", workers=0, hang_timeout=600)
+
+    def resumed(**options: int) -> int:
+        return planning.plan(Request(resume="one", **LOCAL, **options, trust=True)).options.count("hang_timeout")
+
+    assert [600, 30] == [resumed(), resumed(hang_timeout=30)]
     path = run.control / "started.json"
     write_json(path, read_json(path) | {"hang_timeout_s": 0})  # of a run that an earlier version debugged
-    assert (60, 0, 7) == resumed()
+    assert 60 == resumed()
 
 
 def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, tmp_path):

@@ -149,3 +149,5 @@ def test_a_run_goes_on_with_its_variables(monkeypatch, make_run, tmp_path):
     planned = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     assert (("A=1",), {"B": tmp_path / "key"}) == (planned.payload.env, planned.payload.secrets)
     assert "1" == planned.compose["tasks"]["chief"]["environment"]["A"]
+    planned = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0", env=("C=3",)))
+    assert (("A=1", "C=3"), {"B": tmp_path / "key"}) == (planned.payload.env, planned.payload.secrets)

@@ -12,6 +12,7 @@ import pytest
 from cluster.contract import spec
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
+from cluster.host.control import foreground
 from cluster.host.launch import planning
 from cluster.host.options.request import Request
 from cluster.host.runtime import registry
@@ -20,7 +21,7 @@ from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Job
 from cluster.host.schedulers import slurm_runtime as slurm
 from cluster.system import processes
-from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.errors import PrerequisiteError, TimedOut, UsageError
 from cluster.system.json_files import write_json
 from tests.support.launching import Commands, workload
 
@@ -86,6 +87,24 @@ def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run, monkeypatch, s
     there = site(run, monkeypatch, *states)
     slurm.Slurm().remove(run, there.commands, grace_s)
     assert commands == there.commands
+
+
+@pytest.mark.parametrize(
+    ("states", "stopped"),
+    [
+        (["PENDING", "PENDING", "CANCELLED"], True),
+        (["PENDING", "RUNNING"], False),  # it has just begun
+        (["RUNNING"], False),
+        (["down"], False),
+    ],
+)
+def test_a_stop_cancels_a_job_that_has_not_begun(run, monkeypatch, states, stopped):
+    site(run, monkeypatch, *states)
+    write_json(run.cluster, spec.build(workers=1).listening([21000, 21001]).to_json())
+    write_json(run.config, {})
+    monkeypatch.setattr(foreground, "POLL_S", 0.0)
+    with contextlib.nullcontext() if stopped else pytest.raises(TimedOut):
+        assert "stopped" == foreground.stop(run, "a test", 0.0).state
 
 
 def test_replacements_of_a_runs_tasks_end_with_it(run, monkeypatch):

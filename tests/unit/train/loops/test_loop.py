@@ -11,7 +11,7 @@ import tensorflow as tf
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
-from train.loops.actions import CheckFinite, EndTraining, Trace
+from train.loops.actions import CheckFinite, EndTraining, Save, Trace
 from train.loops.loop import Action, CallProgress, Loop, Periodic, Stop, every
 from train.loops.steps import LoopResult, Request, Signals
 from train.model.gradients import GradientPolicy
@@ -102,6 +102,15 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(bad):
     with pytest.raises(RunFailed, match=f"^loss is {bad} at step 7; lower --optimizer.learning-rate"):
         run(Steps(bad_step=7, bad=bad), nine)
     assert [] == nine.done
+
+
+def test_a_larger_hang_timeout_makes_no_call_longer(run):
+    """A task notices a request to stop only between calls."""
+    write_json(run.control / "started.json", {"hang_timeout_s": 86_400})
+    config = SimpleNamespace(checkpoint_every="auto")
+    timer = Save(SimpleNamespace(run=run, config=config, chief=False), None, None, 0, list).timer
+    timer.stepped(1, 1.0, compiled=True)
+    assert [False, True] == [timer.brief(steps) for steps in (10, 11)]
 
 
 @pytest.fixture
