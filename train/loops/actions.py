@@ -135,7 +135,8 @@ class Evaluate(Periodic):
             self.evaluate(progress.step)
 
     def evaluate(self, step: int) -> None:
-        with self._callbacks.evaluating() if self._callbacks else contextlib.nullcontext():
+        # Callbacks may take as long as the evaluation itself.
+        with self._report.evaluating(), self._callbacks.evaluating() if self._callbacks else contextlib.nullcontext():
             self._report.evaluate(step, self._measure())
 
     def catch_up(self, first: int) -> None:

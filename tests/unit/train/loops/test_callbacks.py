@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from train.context import TaskContext
 from train.data import opening
 from train.data.prepare.preparation import write_arrays
 from train.loops import custom, fit
+from train.loops.actions import Evaluate
 from train.model import objectives
 
 EXAMPLES, GLOBAL_BATCH = 18, 4
@@ -390,3 +391,10 @@ def test_steps_inside_an_epoch_of_keras_are_reported():
     fit.ActionsCallback(context, Mock(finished=False), Mock(step=4), None)
     context.heartbeat.position()  # as under parameter servers, where Keras calls back only after an epoch
     context.heartbeat.update.assert_called_once_with(step=7, state="training")
+
+
+def test_callbacks_around_an_evaluation_may_take_as_long_as_it():
+    parts = MagicMock()
+    Evaluate(Mock(**{"config.evaluate_every": 4}), parts.report, Mock(), parts.callbacks).evaluate(4)
+    order = [name for name, *_ in parts.mock_calls if name.endswith(("__enter__", ".evaluate"))]
+    assert ["report.evaluating().__enter__", "callbacks.evaluating().__enter__", "report.evaluate"] == order
