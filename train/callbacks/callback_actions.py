@@ -21,6 +21,7 @@ from cluster.system.errors import UsageError
 from train.callbacks import plain_values
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, Stop
+from train.model import optimizers
 from train.saving.checkpoint import Encoded
 from train.settings import references
 from train.telemetry.report import Report
@@ -298,10 +299,10 @@ def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
             f"{keras.callbacks.Callback.__module__.partition('.')[0]} callbacks (use `from tensorflow import keras`)"
         )
     swaps = [item for item in callbacks if isinstance(item, getattr(keras.callbacks, "SwapEMAWeights", ()))]
-    if swaps and context.config.optimizer.ema and context.config.optimizer.ema_evaluate:
+    if swaps and context.config.optimizer.ema_evaluate and optimizers.find_averages(context.model.optimizer):
         raise UsageError(
-            f"--callbacks {reference!r} has SwapEMAWeights, and --optimizer.ema evaluates by averages already: add "
-            "--optimizer.ema-evaluate false, or leave one of them out"
+            f"--callbacks {reference!r} has SwapEMAWeights, and evaluations use the optimizer's averages already: add "
+            "--optimizer.no-ema-evaluate, or leave the callback out"
         )
     backups = [item for item in callbacks if type(item) is keras.callbacks.BackupAndRestore]
     if backups and context.chief:
