@@ -159,7 +159,9 @@ class Callbacks(Action):
         self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self.report.results.items()})
 
     def end_epoch(self, step: int) -> None:
-        logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in self.report.results.items()}
+        logs = self._logs()
+        if self.report.evaluated_at > self._context.epoch_begin(step - 1):  # as with Keras's `validation_freq`
+            logs |= {re.sub("^eval_", "val_", name): value for name, value in self.report.results.items()}
         self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._progress.epoch_logs = logs
         self._note_stop()

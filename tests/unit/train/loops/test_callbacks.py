@@ -189,6 +189,12 @@ def test_a_training_is_reported_from_its_beginning_to_its_end(train):
     np.testing.assert_allclose(running, expected_means, rtol=1e-6)
 
 
+def test_an_epoch_without_an_evaluation_has_no_results(train):
+    """EarlyStopping would count the last results, given once more, as no improvement."""
+    ends = train(14, evaluate_every=5).recorder.logs("epoch ends")
+    assert [True, False, True] == ["val_loss" in logs for logs in ends]
+
+
 def test_a_callback_can_end_the_training_between_two_inner_calls(train):
     class Enough(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
