@@ -49,6 +49,8 @@ class CallbackProgress:
     """Steps done at the newest evaluation."""
     ended_at: int = 0
     """Total steps of the training that a callback ended; 0 if none did."""
+    finished_at: int = -1
+    """Steps done when `on_train_end` was called at the end; -1 before."""
     callbacks: list[dict[str, bytes]] = field(default_factory=list)
     """The changed attributes of each callback, encoded."""
     classes: list[str] = field(default_factory=list)
@@ -172,7 +174,7 @@ class Callbacks(Action):
 
         Returns whether callbacks changed the weights after the newest evaluation, such as to the best ones.
         """
-        if stopped:  # the next generation continues from the checkpoint, which has these weights
+        if stopped or self._progress.finished_at == step:  # the checkpoint has these weights
             with self._same_variables():
                 self._list.on_train_end(self._progress.epoch_logs)
             return False
@@ -181,6 +183,7 @@ class Callbacks(Action):
             self.end_epoch(step)
         self.stops |= step < self._context.total_steps  # callbacks of another task may have ended it
         self._list.on_train_end(self._progress.epoch_logs)
+        self._progress.finished_at = step
         return self._weights() != before
 
     def _weights(self) -> list[bytes]:

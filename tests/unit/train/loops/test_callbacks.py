@@ -321,6 +321,17 @@ def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
 
 
+def test_what_callbacks_do_to_the_weights_at_the_end_is_done_once(train):
+    """A task that dies before it could say that it has finished starts once more."""
+
+    class Halve(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            self.model.set_weights([weight / 2 for weight in self.model.get_weights()])
+
+    ends = [read_json(train(5, Halve()).run.control / "result.json") for _ in range(2)]
+    assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"]
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
 def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(train, own_parts, loop, stop_at):
