@@ -26,12 +26,6 @@ from train.saving.checkpoint import Encoded
 from train.settings import references
 from train.telemetry.report import Report
 
-_WITHOUT_STATE = {
-    keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
-    keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
-}
-"""Attributes of Keras's callbacks that belong to a process, not to the training."""
-
 
 @dataclass
 class CallbackProgress:
@@ -79,7 +73,7 @@ class Callbacks(Action):
                 )
         except ValueError as error:  # from tf_keras under parameter servers, without batch callbacks
             raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
-        self._made = [encode_attributes(callback)[0] for callback in self._callbacks]
+        self._made = [plain_values.encode_attributes(callback)[0] for callback in self._callbacks]
         self._lost: set[str] = set()
         encoded = state.encoded.numpy()
         self._progress = CallbackProgress(**plain_values.decode_value(encoded)) if encoded else CallbackProgress()
@@ -102,7 +96,7 @@ class Callbacks(Action):
             if within or restored.steps:
                 self._list.on_epoch_begin(restored.epoch)
         if resumes:
-            self._warn("state was not restored", restore_attributes(self._callbacks, restored))
+            self._warn("state was not restored", plain_values.restore_attributes(self._callbacks, restored.callbacks))
         elif restored.epoch >= 0:
             self._warn("these are not the callbacks of the checkpoint; they start with their initial state", [""])
         self._model.stop_training = False
@@ -206,7 +200,7 @@ class Callbacks(Action):
         """Return the encoded attributes of each callback; warn once of those that cannot be encoded."""
         encoded, lost = [], set()
         for callback in self._callbacks:
-            values, others = encode_attributes(callback)
+            values, others = plain_values.encode_attributes(callback)
             encoded.append(values)
             lost |= {f"{type(callback).__name__}.{name} ({kind})" for name, kind in others.items()}
         self._warn("a restart does not keep", lost - self._lost)
@@ -243,32 +237,6 @@ class CallEpochs(Periodic):
 
 def _value(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
-
-
-def encode_attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
-    encoded, lost = {}, {}
-    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
-    for name, value in plain_values.attributes_of(callback).items():
-        if name in skipped:
-            continue
-        try:
-            encoded[name] = plain_values.encode_value(value, in_place=True)
-        except (TypeError, RecursionError):
-            lost[name] = type(value).__name__
-    return encoded, lost
-
-
-def restore_attributes(callbacks: Sequence[Any], progress: CallbackProgress) -> list[str]:
-    """Restore the attributes of callbacks; return the names of those that could not be restored."""
-    lost = []
-    for callback, values in zip(callbacks, progress.callbacks, strict=True):
-        for name, encoded in values.items():
-            try:
-                setattr(callback, name, plain_values.decode_value(encoded, getattr(callback, name, None)))
-            except ValueError:
-                lost.append(f"{type(callback).__name__}.{name}")
-    return lost
 
 
 def size_of_file(callback: Any) -> int:

@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,11 @@ _STATELESS = (
     keras.layers.Layer,
     keras.optimizers.Optimizer,
 )
+_WITHOUT_STATE = {
+    keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
+    keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
+}
+"""Attributes of Keras's callbacks that belong to a process, not to the training."""
 _FOREIGN = {"tensorflow", "keras", "tf_keras", *sys.stdlib_module_names}
 """Packages whose objects are not encoded by their attributes."""
 
@@ -76,6 +81,32 @@ def decode_value(encoded: bytes, current: Any = None) -> Any:
         return _Decoder(arrays[1:]).whole(json.loads(arrays[0].tobytes()), current)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"cannot be restored: {error}") from None
+
+
+def encode_attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
+    encoded, lost = {}, {}
+    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
+    for name, value in attributes_of(callback).items():
+        if name in skipped:
+            continue
+        try:
+            encoded[name] = encode_value(value, in_place=True)
+        except (TypeError, RecursionError):
+            lost[name] = type(value).__name__
+    return encoded, lost
+
+
+def restore_attributes(callbacks: Sequence[Any], saved: Sequence[dict[str, bytes]]) -> list[str]:
+    """Restore the attributes of callbacks; return the names of those that could not be restored."""
+    lost: list[str] = []
+    for callback, changed in zip(callbacks, saved, strict=True):
+        for name, encoded in changed.items():
+            try:
+                setattr(callback, name, decode_value(encoded, vars(callback).get(name)))
+            except ValueError:
+                lost.append(f"{type(callback).__name__}.{name}")
+    return lost
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
