@@ -4,6 +4,7 @@ The attributes of a callback that have changed since it was created are saved, a
 them. Everything else, such as open files, is recreated by each generation, with a warning.
 """
 
+import collections
 import contextlib
 import hashlib
 import os
@@ -84,21 +85,29 @@ class Callbacks(Action):
     def begin(self, first: int, evaluate: Callable[[], None]) -> None:
         """Begin or resume training after `first` steps; every task calls `evaluate`, which checks if one is due."""
         restored, epoch = self._progress, self._context.epoch_of(first)
-        classes = [type(callback).__name__ for callback in self._callbacks]
-        resumes = restored.epoch >= 0 and restored.classes == classes
+        resumes = restored.epoch >= 0
         within = first < self._context.total_steps and not self.stops and restored.epoch == epoch
+        begun = restored.epoch if within or restored.steps else None
+        saved, sizes = match_states(self._callbacks, restored)
+        known = [callback for callback, state in zip(self._callbacks, saved, strict=True) if state is not None]
+        new = [callback for callback, state in zip(self._callbacks, saved, strict=True) if state is None]
         self._model.stop_training = False
         with contextlib.ExitStack() as stack:
             if resumes:  # the state has their effects; these calls only open files and the like
                 stack.enter_context(self._same_variables())
-                stack.enter_context(appending(self._callbacks, restored.sizes))
+                stack.enter_context(appending(self._callbacks, sizes))
+            self._list.callbacks = known
             self._list.on_train_begin()
-            if within or restored.steps:
-                self._list.on_epoch_begin(restored.epoch)
-        if resumes:
-            self._warn("state was not restored", plain_values.restore_attributes(self._callbacks, restored.callbacks))
-        elif restored.epoch >= 0:
-            self._warn("these are not the callbacks of the checkpoint; they start with their initial state", [""])
+            if begun is not None:
+                self._list.on_epoch_begin(begun)
+        self._list.callbacks = self._callbacks
+        for callback in new:
+            callback.on_train_begin({})
+            if begun is not None:
+                callback.on_epoch_begin(begun, {})
+        self._warn("state was not restored", plain_values.restore_attributes(self._callbacks, saved))
+        names = {type(callback).__name__ for callback in new if resumes}
+        self._warn("these are not in the checkpoint and start with their initial state:", names, by_all=True)
         self._model.stop_training = False
         self._encoded()
         if restored.steps and not within:  # saved at the end of an epoch, before callbacks were called for it
@@ -107,13 +116,11 @@ class Callbacks(Action):
         if not within and first < self._context.total_steps and not self.stops:
             self.begin_epoch(first)
 
-    def _warn(self, problem: str, attributes: Iterable[str]) -> None:
-        names = sorted(attributes)
-        if names and self._context.chief:
-            print(
-                f"warning: --callbacks {self._context.config.callbacks}: {problem} {', '.join(names)}".rstrip(),
-                flush=True,
-            )
+    def _warn(self, problem: str, names: Iterable[str], *, by_all: bool = False) -> None:
+        """Warn of callbacks or attributes in the chief's log, or in that of every task, as each has separate ones."""
+        listed = ", ".join(sorted(names))
+        if listed and (by_all or self._context.chief):
+            print(f"warning: --callbacks {self._context.config.callbacks}: {problem} {listed}", flush=True)
 
     @contextlib.contextmanager
     def _same_variables(self) -> Iterator[None]:
@@ -239,6 +246,20 @@ def _value(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
 
 
+def match_states(callbacks: Sequence[Any], progress: CallbackProgress) -> tuple[list[Any], list[int]]:
+    """Return the attributes of each callback in a checkpoint, None for one that it lacks, and the sizes of their files.
+
+    The n-th callback of a class continues the n-th one in the checkpoint, because its callbacks are those of the chief,
+    and other tasks may have others.
+    """
+    saved = collections.defaultdict(list)
+    for kind, *state in zip(progress.classes, progress.callbacks, progress.sizes, strict=True):
+        saved[kind].append(state)
+    kinds = [type(callback).__name__ for callback in callbacks]
+    matched: list[Any] = [saved[kind].pop(0) if saved[kind] else (None, -1) for kind in kinds]
+    return [attributes for attributes, _ in matched], [size for _, size in matched]
+
+
 def size_of_file(callback: Any) -> int:
     """Return the size of a CSVLogger's file; -1 for another callback."""
     path = Path(callback.filename) if isinstance(callback, keras.callbacks.CSVLogger) else None
@@ -248,7 +269,7 @@ def size_of_file(callback: Any) -> int:
 @contextlib.contextmanager
 def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
     """Make each CSVLogger that is opened inside truncate its file to the saved size and append to it."""
-    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=False) if size >= 0]
+    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=True) if size >= 0]
     before = [callback.append for callback, _ in loggers]
     for callback, size in loggers:
         callback.append = True

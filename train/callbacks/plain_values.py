@@ -97,11 +97,11 @@ def encode_attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
     return encoded, lost
 
 
-def restore_attributes(callbacks: Sequence[Any], saved: Sequence[dict[str, bytes]]) -> list[str]:
-    """Restore the attributes of callbacks; return the names of those that could not be restored."""
+def restore_attributes(callbacks: Sequence[Any], saved: Sequence[Any]) -> list[str]:
+    """Restore the attributes of callbacks with saved ones; return the names of those that could not be restored."""
     lost: list[str] = []
     for callback, changed in zip(callbacks, saved, strict=True):
-        for name, encoded in changed.items():
+        for name, encoded in (changed or {}).items():
             try:
                 setattr(callback, name, decode_value(encoded, vars(callback).get(name)))
             except ValueError:

@@ -321,6 +321,24 @@ def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
 
 
+class Epochs(keras.callbacks.Callback):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.count += 1
+
+
+def test_each_callback_continues_the_one_of_its_class_and_place_in_the_checkpoint(train, capsys):
+    """A checkpoint has the callbacks of the chief; another task may have others."""
+    train(EPOCH_ENDS[2], Epochs(0), Epochs(10))
+    counts = Epochs(0), Epochs(10), Epochs(20)
+    train(EPOCH_ENDS[3], keras.callbacks.TerminateOnNaN(), *counts)
+    assert [3, 13, 21] == [each.count for each in counts]
+    assert "start with their initial state: Epochs, TerminateOnNaN\n" in capsys.readouterr().out
+
+
 def test_what_callbacks_do_to_the_weights_at_the_end_is_done_once(train):
     """A task that dies before it could say that it has finished starts once more."""
 
@@ -366,7 +384,7 @@ def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
     train(7, keras.callbacks.TerminateOnNaN())
     early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1)
     assert EPOCH_ENDS[3] == train(25, early).steps
-    assert "these are not the callbacks of the checkpoint" in capsys.readouterr().out
+    assert "not in the checkpoint and start with their initial state: EarlyStopping" in capsys.readouterr().out
 
 
 class Measures(keras.Model):
