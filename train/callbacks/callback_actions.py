@@ -105,7 +105,7 @@ class Callbacks(Action):
             callback.on_train_begin({})
             if begun is not None:
                 callback.on_epoch_begin(begun, {})
-        self._warn("state was not restored", plain_values.restore_attributes(self._callbacks, saved))
+        self._warn("state was not restored", plain_values.restore_attributes(self._callbacks, saved, self._made))
         names = {type(callback).__name__ for callback in new if resumes}
         self._warn("these are not in the checkpoint and start with their initial state:", names, by_all=True)
         self._model.stop_training = False

@@ -97,11 +97,19 @@ def encode_attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
     return encoded, lost
 
 
-def restore_attributes(callbacks: Sequence[Any], saved: Sequence[Any]) -> list[str]:
-    """Restore the attributes of callbacks with saved ones; return the names of those that could not be restored."""
+def restore_attributes(callbacks: Sequence[Any], saved: Sequence[Any], made: Sequence[dict[str, bytes]]) -> list[str]:
+    """Restore the attributes of callbacks with saved ones; return the names of those that could not be restored.
+
+    `made` are the attributes of new callbacks, which are not saved unless they have changed.
+    """
     lost: list[str] = []
-    for callback, changed in zip(callbacks, saved, strict=True):
-        for name, encoded in (changed or {}).items():
+    for callback, changed, first in zip(callbacks, saved, made, strict=True):
+        if changed is None:
+            continue
+        present = encode_attributes(callback)[0]
+        # Such as by `on_train_begin`. An attribute that cannot be encoded, such as an open file, stays.
+        differing = {name: encoded for name, encoded in first.items() if present.get(name, encoded) != encoded}
+        for name, encoded in (differing | changed).items():
             try:
                 setattr(callback, name, decode_value(encoded, vars(callback).get(name)))
             except ValueError:

@@ -120,8 +120,19 @@ def test_objects_closures_variables_and_private_attributes_are_restored():
     first, undisturbed, resumed = Everything(), Everything(), Everything()
     made = encode_attributes(first)[0]
     assert first.change() == undisturbed.change()
-    assert [] == restore_attributes([resumed], [saved(first, made)])
+    assert [] == restore_attributes([resumed], [saved(first, made)], [made])
     assert undisturbed.change() == resumed.change()
+
+
+def test_an_attribute_that_was_reset_before_the_checkpoint_is_reset_again(tmp_path):
+    """`on_train_begin` changes it in the new process, too, and opens a file there."""
+    first, resumed = Everything(), Everything()
+    made = encode_attributes(first)[0]
+    resumed.groups[1][0] = 7
+    resumed._private = 5
+    with (tmp_path / "log").open("w") as resumed.file:
+        assert [] == restore_attributes([resumed], [saved(first, made)], [made])
+        assert (0, {}, False) == (resumed._private, dict(resumed.groups), resumed.file.closed)
 
 
 def test_attributes_that_cannot_be_saved_are_named(tmp_path):
@@ -137,5 +148,5 @@ def test_an_attribute_of_another_type_is_not_restored():
     made = encode_attributes(first)[0]
     first.window.values[1] = 1.0
     other.window = None  # type: ignore[assignment]
-    assert ["Everything.window"] == restore_attributes([other], [saved(first, made)])
+    assert ["Everything.window"] == restore_attributes([other], [saved(first, made)], [made])
     assert other.window is None
