@@ -135,6 +135,29 @@ def test_an_attribute_that_was_reset_before_the_checkpoint_is_reset_again(tmp_pa
         assert (0, {}, False) == (resumed._private, dict(resumed.groups), resumed.file.closed)
 
 
+class Shadow(keras.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.shadow, self.held, self.layer = keras.models.clone_model(self.model), Window(), self.model.layers[0]
+        self.held.model = self.shadow
+
+
+def test_a_model_in_a_callback_keeps_its_weights_and_the_trained_one_those_of_the_checkpoint():
+    trained = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    trained.compile("sgd")
+    callbacks = [Shadow(), Shadow()]
+    for callback in callbacks:
+        callback.set_model(trained)
+        callback.on_train_begin()
+    made = encode_attributes(callbacks[0])[0]
+    callbacks[0].shadow.set_weights([np.ones((2, 1)), np.ones(1)])
+    state = saved(callbacks[0], made)
+    trained.set_weights([np.zeros((2, 1)), np.zeros(1)])
+    assert ["shadow", "held"] == list(state)
+    assert [] == restore_attributes(callbacks[1:], [state], [made])
+    for model, sum_of_weights in ((callbacks[1].shadow, 3.0), (trained, 0.0)):
+        assert sum_of_weights == sum(weight.sum() for weight in model.get_weights())
+
+
 def test_attributes_that_cannot_be_saved_are_named(tmp_path):
     callback = Everything()
     assert {} == encode_attributes(callback)[1]
