@@ -48,6 +48,8 @@ _STATELESS = (
     tf.data.Dataset,
 )
 _MODELS = (keras.Model, keras.layers.Layer, keras.optimizers.Optimizer)
+_CONTENTS = (dict, list, tuple, str, bytes, int, float, complex)
+"""Types whose subclasses have contents beside their attributes; those of other types have their own `__reduce__`."""
 _WITHOUT_STATE = {
     keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
     keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
@@ -314,7 +316,7 @@ def _is_encoded_by_attributes(value: Any) -> bool:
     if isinstance(value, keras.callbacks.Callback):
         return True
     kind: Any = type(value)
-    plain = all(
+    plain = not isinstance(value, _CONTENTS) and all(
         getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__")
     )
     return plain and hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _FOREIGN
