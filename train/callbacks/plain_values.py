@@ -104,6 +104,7 @@ def restore_attributes(callbacks: Sequence[Any], saved: Sequence[Any], made: Seq
     `made` are the attributes of new callbacks, which are not saved unless they have changed.
     """
     lost: list[str] = []
+    seen: dict[int, tuple[Any, bytes]] = {}
     for callback, changed, first in zip(callbacks, saved, made, strict=True):
         if changed is None:
             continue
@@ -111,8 +112,11 @@ def restore_attributes(callbacks: Sequence[Any], saved: Sequence[Any], made: Seq
         # Such as by `on_train_begin`. An attribute that cannot be encoded, such as an open file, stays.
         differing = {name: encoded for name, encoded in first.items() if present.get(name, encoded) != encoded}
         for name, encoded in (differing | changed).items():
+            current = vars(callback).get(name)
+            if seen.setdefault(id(current), (current, encoded))[1] != encoded:
+                current = None  # attributes that share an object in a new process, but not in the checkpoint
             try:
-                setattr(callback, name, decode_value(encoded, vars(callback).get(name), elsewhere=elsewhere))
+                setattr(callback, name, decode_value(encoded, current, elsewhere=elsewhere))
             except ValueError:
                 lost.append(f"{type(callback).__name__}.{name}")
     return lost
@@ -249,7 +253,7 @@ class _Decoder:
 
     def whole(self, plain: Any, current: Any = None) -> Any:
         if isinstance(plain, list):
-            return [self.whole(part) for part in plain]
+            return _fill(current, [self.whole(part) for part in plain])
         if not isinstance(plain, dict):
             return plain
         ((kind, value),) = plain.items()
@@ -258,7 +262,7 @@ class _Decoder:
         if kind == "comparison":
             return COMPARISONS[value]
         if kind in _NAMES:
-            return _CREATED[_NAMES[kind]][1](self.whole(value), current)
+            return _fill(current, _CREATED[_NAMES[kind]][1](self.whole(value), current))
         name, parts = value
         if name != _name(current):
             raise ValueError(f"{name} is {_name(current)} now")
@@ -286,6 +290,19 @@ class _Decoder:
 def _name(value: Any) -> str:
     function_or_type = value if isinstance(value, types.FunctionType) else getattr(value, "__func__", type(value))
     return str(function_or_type.__qualname__)
+
+
+def _fill(current: Any, new: Any) -> Any:
+    """Return the current container with the contents of a new one of its kind, because other objects may have it."""
+
+    def kind(value: Any) -> tuple[Any, ...]:
+        return type(value), getattr(value, "maxlen", None), getattr(value, "default_factory", None)
+
+    if not isinstance(new, (list, dict, set, collections.deque)) or kind(current) != kind(new):
+        return new
+    current.clear()
+    current.extend(new) if isinstance(new, (list, collections.deque)) else current.update(new)
+    return current
 
 
 def _closure(function: types.FunctionType) -> dict[str, Any]:

@@ -158,6 +158,36 @@ def test_a_model_in_a_callback_keeps_its_weights_and_the_trained_one_those_of_th
         assert sum_of_weights == sum(weight.sum() for weight in model.get_weights())
 
 
+class Holds(keras.callbacks.Callback):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = self.other = held
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (list, lambda held: held.append(1)),
+        (dict, lambda held: held.update({len(held): 1})),
+        (collections.OrderedDict, lambda held: held.update({len(held): 1})),
+        (collections.Counter, lambda held: held.update("aab")),
+        (lambda: collections.defaultdict(list), lambda held: held[1].append(2)),
+        (set, lambda held: held.add(len(held))),
+        (lambda: collections.deque(maxlen=2), lambda held: held.append(1)),
+    ],
+)
+def test_containers_that_callbacks_share_stay_shared_and_others_separate(make, change):
+    before, after = ([Holds(shared) for _ in range(2)] for shared in (make(), make()))
+    made = encode_attributes(before[0])[0]
+    before[1].other = make()
+    change(before[0].held)
+    assert [] == restore_attributes(after, [saved(first, made) for first in before], [made, made])
+    change(before[0].held)
+    change(after[1].held)
+    assert before[0].held == after[0].held == after[0].other
+    assert make() == after[1].other
+
+
 def test_attributes_that_cannot_be_saved_are_named(tmp_path):
     callback = Everything()
     assert {} == encode_attributes(callback)[1]
