@@ -7,6 +7,7 @@ them. Everything else, such as open files, is recreated by each generation, with
 import collections
 import contextlib
 import hashlib
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -95,7 +96,7 @@ class Callbacks(Action):
         with contextlib.ExitStack() as stack:
             if resumes:  # the state has their effects; these calls only open files and the like
                 stack.enter_context(self._same_variables())
-                stack.enter_context(appending(self._callbacks, sizes))
+                stack.enter_context(continuing_files(self._callbacks, sizes))
             self._list.callbacks = known
             self._list.on_train_begin()
             if begun is not None:
@@ -267,8 +268,8 @@ def size_of_file(callback: Any) -> int:
 
 
 @contextlib.contextmanager
-def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
-    """Make each CSVLogger that is opened inside truncate its file to the saved size and append to it."""
+def continuing_files(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+    """Make each CSVLogger that begins inside truncate its file to the saved size and continue there."""
     loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=True) if size >= 0]
     before = [callback.append for callback, _ in loggers]
     for callback, size in loggers:
@@ -277,6 +278,11 @@ def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
             os.truncate(callback.filename, size)
     try:
         yield
+        for callback, size in loggers:  # several tasks with one file would each append their rows
+            if isinstance(callback.csv_file, io.TextIOWrapper):  # not with tf_keras, where only the chief has callbacks
+                callback.csv_file.close()
+                callback.csv_file = Path(callback.filename).open("r+")  # noqa: SIM115
+                callback.csv_file.seek(min(size, size_of_file(callback)))
     finally:
         for (callback, _), append in zip(loggers, before, strict=True):
             callback.append = append

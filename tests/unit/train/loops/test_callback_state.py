@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from train.callbacks.callback_actions import CallbackProgress
+from train.callbacks.callback_actions import CallbackProgress, continuing_files, size_of_file
 from train.callbacks.plain_values import decode_value, encode_attributes, encode_value, restore_attributes
 
 
@@ -70,6 +70,25 @@ def test_random_generators_continue_their_sequence(make, draw):
     assert shared is decode_value(encoded, shared)
     drawn = [draw(each) for each in (generator, shared, decode_value(encoded))]
     assert [drawn[0]] * 3 == drawn
+
+
+def test_loggers_of_several_tasks_continue_their_common_file_as_one(tmp_path):
+    file = tmp_path / "log.csv"
+    tasks, resumed = ([keras.callbacks.CSVLogger(file) for _ in range(2)] for _ in range(2))
+    for logger in tasks:
+        logger.on_train_begin()
+    for logger in tasks:
+        logger.on_epoch_end(0, {"loss": 2.0})
+    size = size_of_file(tasks[0])
+    for logger in tasks:
+        logger.on_epoch_end(1, {"loss": 1.0})
+    whole = file.read_bytes()
+    for logger in resumed:
+        with continuing_files([logger], [size]):
+            logger.on_train_begin()
+    for logger in resumed:
+        logger.on_epoch_end(1, {"loss": 1.0})
+    assert whole == file.read_bytes()
 
 
 class Phase(enum.Enum):
