@@ -47,6 +47,8 @@ class CallbackProgress:
     """Total steps of the training that a callback ended; 0 if none did."""
     finished_at: int = -1
     """Steps done when `on_train_end` was called at the end; -1 before."""
+    rate: float | None = None
+    """The configured learning rate; callbacks may have set another one since."""
     callbacks: list[dict[str, bytes]] = field(default_factory=list)
     """The changed attributes of each callback, encoded."""
     classes: list[str] = field(default_factory=list)
@@ -60,8 +62,8 @@ class Callbacks(Action):
     To callbacks, an inner call of the custom loop is one batch of several steps, as with Keras's `steps_per_execution`.
     """
 
-    def __init__(self, context: TaskContext, state: Encoded, report: Report) -> None:
-        """Create the callbacks. Call once the model is compiled, because they use its optimizer."""
+    def __init__(self, context: TaskContext, state: Encoded, report: Report, rate: float | None) -> None:
+        """Create the callbacks, once the model is compiled, because they use its optimizer; `rate`: see `Setup`."""
         self._context, self._model, self._state, self.report = context, context.model, state, report
         self._callbacks = build_callbacks(context)
         try:
@@ -79,6 +81,9 @@ class Callbacks(Action):
         self._lost: set[str] = set()
         encoded = state.encoded.numpy()
         self._progress = CallbackProgress(**plain_values.decode_value(encoded)) if encoded else CallbackProgress()
+        if rate is not None and rate != self._progress.rate:  # a resumed run may have another one
+            self._model.optimizer.learning_rate = rate
+        self._progress.rate = rate
         report.results, report.evaluated_at = self._progress.results, self._progress.evaluated_at
         self.stops = self._progress.ended_at == context.total_steps
         """Whether a callback has requested the end of training."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow import keras
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  # has no public name
 
@@ -40,6 +41,12 @@ def unwrap(variable: Any) -> tf.Variable:
 def has_value(variable: Any) -> bool:
     """Whether a variable has a value in this task; variables of other tasks' stages have none."""
     return not isinstance(unwrap(variable), UninitializedVariable)
+
+
+def rate_variable(optimizer: Any) -> Any:
+    """Return the variable of a constant learning rate, which callbacks may set; None if the rate is a schedule."""
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, (tf.Variable, getattr(keras, "Variable", tf.Variable))) else None
 
 
 class Mirror:

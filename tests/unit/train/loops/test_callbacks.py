@@ -321,6 +321,19 @@ def test_a_training_that_a_callback_ended_is_not_resumed(train, loop):
     assert EPOCH_ENDS[3] == train(30, keras.callbacks.EarlyStopping(**early), loop=loop).steps  # more was asked for
 
 
+def test_another_configured_rate_replaces_the_one_that_callbacks_have_set(train):
+    rates = []
+
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            rates.append(float(tf.convert_to_tensor(self.model.optimizer.learning_rate)))
+            self.model.optimizer.learning_rate = rates[-1] / 2
+
+    for end, rate in ((1, 0.1), (2, 0.1), (3, 0.4)):
+        train(EPOCH_ENDS[end], Halve(), optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=rate))
+    np.testing.assert_allclose(rates, [0.1, 0.05, 0.4])
+
+
 class Epochs(keras.callbacks.Callback):
     def __init__(self, count: int) -> None:
         super().__init__()
