@@ -49,6 +49,20 @@ def rate_variable(optimizer: Any) -> Any:
     return rate if isinstance(rate, (tf.Variable, getattr(keras, "Variable", tf.Variable))) else None
 
 
+def as_saved(optimizer: Any, *, with_rate: bool) -> Any:
+    """Return an optimizer as in a checkpoint `with_rate`, with or without a variable of the learning rate.
+
+    A run may be resumed with callbacks, which need the variable, or with another schedule.
+    """
+    rate = rate_variable(optimizer)
+    step, *slots = [variable for variable in optimizer.variables if variable is not rate]
+    if isinstance(step, tf.Variable) or with_rate == (rate is not None):  # tf_keras does not list the rate
+        return optimizer
+    tree = tf.Module()
+    tree._variables = [step, *([tf.Variable(0.0)] if with_rate else []), *slots]
+    return tree
+
+
 class Mirror:
     """The tree that TensorFlow saves for a checkpoint, with each variable replaced.
 
