@@ -146,8 +146,8 @@ class Training:
             with report.evaluating():
                 changed = self.callbacks.end(step, stopped=stopped)
                 changed = not stopped and self.agree(steps.Signals(stop=changed)).stop
-            if changed:
-                self._evaluate.evaluate(step)
+            if changed:  # without the callbacks, which have closed their files
+                report.evaluate(step, self._evaluate.measure())
             if not stopped:
                 self.save.save(step)  # callbacks may have changed weights at the end, such as to the best ones
         self._setup.checkpoint.release()
