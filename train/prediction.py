@@ -15,8 +15,11 @@ from cluster.system.json_files import read_json
 from cluster.system.messages import COMMAND
 from train import named
 from train.model import export
+from train.settings import parts
 
 SHOWN_CLASSES = 3
+LOSS_OF_LOGITS = "sparse_categorical_crossentropy"
+"""The loss for which models with outputs of a softmax are refused."""
 
 
 def predict(run: RunFolder, image: Path | None, features: Path | None = None) -> list[str]:
@@ -36,11 +39,13 @@ def predict(run: RunFolder, image: Path | None, features: Path | None = None) ->
     outputs = serve(**example)
     names = read_json(run.export / export.CLASSES, [])
     if not isinstance(names, dict):
-        return show_outputs(next(iter(outputs.values()))[0], names)
-    return [f"{head}:{line}" for head in names for line in show_outputs(outputs[head][0], names[head])]
+        names, outputs = {"": names}, {"": next(iter(outputs.values()))}
+    losses = parts.parse_losses(run.load_config().get("loss", LOSS_OF_LOGITS))
+    lines = {head: show_outputs(outputs[head][0], names[head], losses.get(head) or losses.get("")) for head in names}
+    return [f"{head}:{line}" if head else line for head in names for line in lines[head]]
 
 
-def show_outputs(outputs: Any, names: Sequence[str] | None) -> list[str]:
+def show_outputs(outputs: Any, names: Sequence[str] | None, loss: str | None = LOSS_OF_LOGITS) -> list[str]:
     """Return the likeliest classes, or the values if `names` is None."""
 
     def row_by_row(values: Any) -> list[str]:
@@ -53,7 +58,9 @@ def show_outputs(outputs: Any, names: Sequence[str] | None) -> list[str]:
         return row_by_row(tf.argmax(outputs, -1).numpy())
     if outputs.shape.rank == 2:  # a sequence: its last position
         outputs = outputs[-1]
-    shares = tf.nn.softmax(outputs).numpy()
+    shares = outputs.numpy()  # another loss may be for a model that ends with a softmax
+    if loss == LOSS_OF_LOGITS or shares.min() < 0 or abs(shares.sum() - 1) > 1e-3:
+        shares = tf.nn.softmax(outputs).numpy()
     best = np.argsort(-shares)[:SHOWN_CLASSES]
     return [f"{shares[k]:7.2%}  {names[k] if names else f'class {k}'}" for k in best]
 

@@ -4,8 +4,10 @@ The attributes of a callback that have changed since it was created are saved, a
 them. Everything else, such as open files, is recreated by each generation, with a warning.
 """
 
+import collections
 import contextlib
 import hashlib
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,15 +23,10 @@ from cluster.system.errors import UsageError
 from train.callbacks import plain_values
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, Stop
+from train.model import optimizers
 from train.saving.checkpoint import Encoded
 from train.settings import references
 from train.telemetry.report import Report
-
-_WITHOUT_STATE = {
-    keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
-    keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
-}
-"""Attributes of Keras's callbacks that belong to a process, not to the training."""
 
 
 @dataclass
@@ -48,6 +45,10 @@ class CallbackProgress:
     """Steps done at the newest evaluation."""
     ended_at: int = 0
     """Total steps of the training that a callback ended; 0 if none did."""
+    finished_at: int = -1
+    """Steps done when `on_train_end` was called at the end; -1 before."""
+    rate: float | None = None
+    """The configured learning rate; callbacks may have set another one since."""
     callbacks: list[dict[str, bytes]] = field(default_factory=list)
     """The changed attributes of each callback, encoded."""
     classes: list[str] = field(default_factory=list)
@@ -61,8 +62,8 @@ class Callbacks(Action):
     To callbacks, an inner call of the custom loop is one batch of several steps, as with Keras's `steps_per_execution`.
     """
 
-    def __init__(self, context: TaskContext, state: Encoded, report: Report) -> None:
-        """Create the callbacks. Call once the model is compiled, because they use its optimizer."""
+    def __init__(self, context: TaskContext, state: Encoded, report: Report, rate: float | None) -> None:
+        """Create the callbacks, once the model is compiled, because they use its optimizer; `rate`: see `Setup`."""
         self._context, self._model, self._state, self.report = context, context.model, state, report
         self._callbacks = build_callbacks(context)
         try:
@@ -76,10 +77,13 @@ class Callbacks(Action):
                 )
         except ValueError as error:  # from tf_keras under parameter servers, without batch callbacks
             raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
-        self._made = [encode_attributes(callback)[0] for callback in self._callbacks]
+        self._made = [plain_values.encode_attributes(callback)[0] for callback in self._callbacks]
         self._lost: set[str] = set()
         encoded = state.encoded.numpy()
         self._progress = CallbackProgress(**plain_values.decode_value(encoded)) if encoded else CallbackProgress()
+        if rate is not None and rate != self._progress.rate:  # a resumed run may have another one
+            self._model.optimizer.learning_rate = rate
+        self._progress.rate = rate
         report.results, report.evaluated_at = self._progress.results, self._progress.evaluated_at
         self.stops = self._progress.ended_at == context.total_steps
         """Whether a callback has requested the end of training."""
@@ -87,21 +91,29 @@ class Callbacks(Action):
     def begin(self, first: int, evaluate: Callable[[], None]) -> None:
         """Begin or resume training after `first` steps; every task calls `evaluate`, which checks if one is due."""
         restored, epoch = self._progress, self._context.epoch_of(first)
-        classes = [type(callback).__name__ for callback in self._callbacks]
-        resumes = restored.epoch >= 0 and restored.classes == classes
+        resumes = restored.epoch >= 0
         within = first < self._context.total_steps and not self.stops and restored.epoch == epoch
+        begun = restored.epoch if within or restored.steps else None
+        saved, sizes = match_states(self._callbacks, restored)
+        known = [callback for callback, state in zip(self._callbacks, saved, strict=True) if state is not None]
+        new = [callback for callback, state in zip(self._callbacks, saved, strict=True) if state is None]
         self._model.stop_training = False
         with contextlib.ExitStack() as stack:
             if resumes:  # the state has their effects; these calls only open files and the like
                 stack.enter_context(self._same_variables())
-                stack.enter_context(appending(self._callbacks, restored.sizes))
+                stack.enter_context(continuing_files(self._callbacks, sizes))
+            self._list.callbacks = known
             self._list.on_train_begin()
-            if within or restored.steps:
-                self._list.on_epoch_begin(restored.epoch)
-        if resumes:
-            self._warn("state was not restored", restore_attributes(self._callbacks, restored))
-        elif restored.epoch >= 0:
-            self._warn("these are not the callbacks of the checkpoint; they start with their initial state", [""])
+            if begun is not None:
+                self._list.on_epoch_begin(begun)
+        self._list.callbacks = self._callbacks
+        for callback in new:
+            callback.on_train_begin({})
+            if begun is not None:
+                callback.on_epoch_begin(begun, {})
+        self._warn("state was not restored", plain_values.restore_attributes(self._callbacks, saved, self._made))
+        names = {type(callback).__name__ for callback in new if resumes}
+        self._warn("these are not in the checkpoint and start with their initial state:", names, by_all=True)
         self._model.stop_training = False
         self._encoded()
         if restored.steps and not within:  # saved at the end of an epoch, before callbacks were called for it
@@ -110,13 +122,11 @@ class Callbacks(Action):
         if not within and first < self._context.total_steps and not self.stops:
             self.begin_epoch(first)
 
-    def _warn(self, problem: str, attributes: Iterable[str]) -> None:
-        names = sorted(attributes)
-        if names and self._context.chief:
-            print(
-                f"warning: --callbacks {self._context.config.callbacks}: {problem} {', '.join(names)}".rstrip(),
-                flush=True,
-            )
+    def _warn(self, problem: str, names: Iterable[str], *, by_all: bool = False) -> None:
+        """Warn of callbacks or attributes in the chief's log, or in that of every task, as each has separate ones."""
+        listed = ", ".join(sorted(names))
+        if listed and (by_all or self._context.chief):
+            print(f"warning: --callbacks {self._context.config.callbacks}: {problem} {listed}", flush=True)
 
     @contextlib.contextmanager
     def _same_variables(self) -> Iterator[None]:
@@ -158,7 +168,9 @@ class Callbacks(Action):
         self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self.report.results.items()})
 
     def end_epoch(self, step: int) -> None:
-        logs = self._logs() | {re.sub("^eval_", "val_", name): value for name, value in self.report.results.items()}
+        logs = self._logs()
+        if self.report.evaluated_at > self._context.epoch_begin(step - 1):  # as with Keras's `validation_freq`
+            logs |= {re.sub("^eval_", "val_", name): value for name, value in self.report.results.items()}
         self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._progress.epoch_logs = logs
         self._note_stop()
@@ -169,7 +181,7 @@ class Callbacks(Action):
 
         Returns whether callbacks changed the weights after the newest evaluation, such as to the best ones.
         """
-        if stopped:  # the next generation continues from the checkpoint, which has these weights
+        if stopped or self._progress.finished_at == step:  # the checkpoint has these weights
             with self._same_variables():
                 self._list.on_train_end(self._progress.epoch_logs)
             return False
@@ -178,6 +190,7 @@ class Callbacks(Action):
             self.end_epoch(step)
         self.stops |= step < self._context.total_steps  # callbacks of another task may have ended it
         self._list.on_train_end(self._progress.epoch_logs)
+        self._progress.finished_at = step
         return self._weights() != before
 
     def _weights(self) -> list[bytes]:
@@ -200,7 +213,7 @@ class Callbacks(Action):
         """Return the encoded attributes of each callback; warn once of those that cannot be encoded."""
         encoded, lost = [], set()
         for callback in self._callbacks:
-            values, others = encode_attributes(callback)
+            values, others = plain_values.encode_attributes(callback)
             encoded.append(values)
             lost |= {f"{type(callback).__name__}.{name} ({kind})" for name, kind in others.items()}
         self._warn("a restart does not keep", lost - self._lost)
@@ -239,30 +252,18 @@ def _value(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
 
 
-def encode_attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
-    encoded, lost = {}, {}
-    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
-    for name, value in plain_values.attributes_of(callback).items():
-        if name in skipped:
-            continue
-        try:
-            encoded[name] = plain_values.encode_value(value, in_place=True)
-        except (TypeError, RecursionError):
-            lost[name] = type(value).__name__
-    return encoded, lost
+def match_states(callbacks: Sequence[Any], progress: CallbackProgress) -> tuple[list[Any], list[int]]:
+    """Return the attributes of each callback in a checkpoint, None for one that it lacks, and the sizes of their files.
 
-
-def restore_attributes(callbacks: Sequence[Any], progress: CallbackProgress) -> list[str]:
-    """Restore the attributes of callbacks; return the names of those that could not be restored."""
-    lost = []
-    for callback, values in zip(callbacks, progress.callbacks, strict=True):
-        for name, encoded in values.items():
-            try:
-                setattr(callback, name, plain_values.decode_value(encoded, getattr(callback, name, None)))
-            except ValueError:
-                lost.append(f"{type(callback).__name__}.{name}")
-    return lost
+    The n-th callback of a class continues the n-th one in the checkpoint, because its callbacks are those of the chief,
+    and other tasks may have others.
+    """
+    saved = collections.defaultdict(list)
+    for kind, *state in zip(progress.classes, progress.callbacks, progress.sizes, strict=True):
+        saved[kind].append(state)
+    kinds = [type(callback).__name__ for callback in callbacks]
+    matched: list[Any] = [saved[kind].pop(0) if saved[kind] else (None, -1) for kind in kinds]
+    return [attributes for attributes, _ in matched], [size for _, size in matched]
 
 
 def size_of_file(callback: Any) -> int:
@@ -272,9 +273,9 @@ def size_of_file(callback: Any) -> int:
 
 
 @contextlib.contextmanager
-def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
-    """Make each CSVLogger that is opened inside truncate its file to the saved size and append to it."""
-    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=False) if size >= 0]
+def continuing_files(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+    """Make each CSVLogger that begins inside truncate its file to the saved size and continue there."""
+    loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=True) if size >= 0]
     before = [callback.append for callback, _ in loggers]
     for callback, size in loggers:
         callback.append = True
@@ -282,6 +283,11 @@ def appending(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
             os.truncate(callback.filename, size)
     try:
         yield
+        for callback, size in loggers:  # several tasks with one file would each append their rows
+            if isinstance(callback.csv_file, io.TextIOWrapper):  # not with tf_keras, where only the chief has callbacks
+                callback.csv_file.close()
+                callback.csv_file = Path(callback.filename).open("r+")  # noqa: SIM115
+                callback.csv_file.seek(min(size, size_of_file(callback)))
     finally:
         for (callback, _), append in zip(loggers, before, strict=True):
             callback.append = append
@@ -298,10 +304,10 @@ def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
             f"{keras.callbacks.Callback.__module__.partition('.')[0]} callbacks (use `from tensorflow import keras`)"
         )
     swaps = [item for item in callbacks if isinstance(item, getattr(keras.callbacks, "SwapEMAWeights", ()))]
-    if swaps and context.config.optimizer.ema and context.config.optimizer.ema_evaluate:
+    if swaps and context.config.optimizer.ema_evaluate and optimizers.find_averages(context.model.optimizer):
         raise UsageError(
-            f"--callbacks {reference!r} has SwapEMAWeights, and --optimizer.ema evaluates by averages already: add "
-            "--optimizer.ema-evaluate false, or leave one of them out"
+            f"--callbacks {reference!r} has SwapEMAWeights, and evaluations use the optimizer's averages already: add "
+            "--optimizer.no-ema-evaluate, or leave the callback out"
         )
     backups = [item for item in callbacks if type(item) is keras.callbacks.BackupAndRestore]
     if backups and context.chief:

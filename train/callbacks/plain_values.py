@@ -1,8 +1,8 @@
 """Encoding of Python values as bytes, without pickle: decoding creates data and runs no code.
 
 Decoding creates numbers, text, containers, arrays and random generators. It updates objects, functions with closures,
-variables and metrics in place, so the decoding process must have an equal object. Callbacks that the same function
-creates meet this condition.
+variables, metrics and models in place, so the decoding process must have an equal object. Callbacks that the same
+function creates meet this condition.
 """
 
 import collections
@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,41 +46,92 @@ _STATELESS = (
     logging.Logger,
     tf.summary.SummaryWriter,
     tf.data.Dataset,
-    keras.Model,
-    keras.layers.Layer,
-    keras.optimizers.Optimizer,
 )
+_MODELS = (keras.Model, keras.layers.Layer, keras.optimizers.Optimizer)
+_CONTENTS = (dict, list, tuple, str, bytes, int, float, complex)
+"""Types whose subclasses have contents beside their attributes; those of other types have their own `__reduce__`."""
+_WITHOUT_STATE = {
+    keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
+    keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
+}
+"""Attributes of Keras's callbacks that belong to a process, not to the training."""
 _FOREIGN = {"tensorflow", "keras", "tf_keras", *sys.stdlib_module_names}
 """Packages whose objects are not encoded by their attributes."""
 
 
-def encode_value(value: Any, *, in_place: bool = False) -> bytes:
+def encode_value(value: Any, *, in_place: bool = False, elsewhere: Container[int] = ()) -> bytes:
     """Encode a value as bytes, the same for equal values; raise TypeError if something in it cannot be encoded.
 
-    With `in_place`, `decode_value` will receive an equal object to update.
+    With `in_place`, `decode_value` will receive an equal object to update. `elsewhere` has the ids of variables that
+    are saved elsewhere and left out of models, layers and optimizers.
     """
     arrays: list[np.ndarray] = []
-    tree = json.dumps(_Encoder(arrays).plain(value, in_place)).encode()
+    tree = json.dumps(_Encoder(arrays, elsewhere).plain(value, in_place)).encode()
     file = io.BytesIO()
     for array in (np.frombuffer(tree, np.uint8), *arrays):
         np.save(file, array, allow_pickle=False)
     return file.getvalue()
 
 
-def decode_value(encoded: bytes, current: Any = None) -> Any:
+def decode_value(encoded: bytes, current: Any = None, *, elsewhere: Container[int] = ()) -> Any:
     """Decode a value, or update `current` to it; raise ValueError if `current` is an object of another kind."""
     file, arrays = io.BytesIO(encoded), []
     while file.tell() < len(encoded):
         arrays.append(np.load(file, allow_pickle=False))
     try:
-        return _Decoder(arrays[1:]).whole(json.loads(arrays[0].tobytes()), current)
+        return _Decoder(arrays[1:], elsewhere).whole(json.loads(arrays[0].tobytes()), current)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"cannot be restored: {error}") from None
 
 
+def encode_attributes(callback: Any) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the encoded attributes of a callback, and the types of those that cannot be encoded."""
+    encoded, lost, elsewhere = {}, {}, _elsewhere(callback)
+    skipped = {name for kind, names in _WITHOUT_STATE.items() if isinstance(callback, kind) for name in names}
+    for name, value in attributes_of(callback).items():
+        if name in skipped:
+            continue
+        try:
+            encoded[name] = encode_value(value, in_place=True, elsewhere=elsewhere)
+        except (TypeError, ValueError, RecursionError):  # a model of tf_keras that is not built is a ValueError
+            lost[name] = type(value).__name__
+    return encoded, lost
+
+
+def restore_attributes(callbacks: Sequence[Any], saved: Sequence[Any], made: Sequence[dict[str, bytes]]) -> list[str]:
+    """Restore the attributes of callbacks with saved ones; return the names of those that could not be restored.
+
+    `made` are the attributes of new callbacks, which are not saved unless they have changed.
+    """
+    lost: list[str] = []
+    seen: dict[int, tuple[Any, bytes]] = {}
+    for callback, changed, first in zip(callbacks, saved, made, strict=True):
+        if changed is None:
+            continue
+        present, elsewhere = encode_attributes(callback)[0], _elsewhere(callback)
+        # Such as by `on_train_begin`. An attribute that cannot be encoded, such as an open file, stays.
+        differing = {name: encoded for name, encoded in first.items() if present.get(name, encoded) != encoded}
+        for name, encoded in (differing | changed).items():
+            current = vars(callback).get(name)
+            if seen.setdefault(id(current), (current, encoded))[1] != encoded:
+                current = None  # attributes that share an object in a new process, but not in the checkpoint
+            try:
+                setattr(callback, name, decode_value(encoded, current, elsewhere=elsewhere))
+            except ValueError:
+                lost.append(f"{type(callback).__name__}.{name}")
+    return lost
+
+
+def _elsewhere(callback: Any) -> set[int]:
+    """Return the ids of the variables of the trained model and its optimizer, which the checkpoint has anyway."""
+    parts = [callback.model, callback.model.optimizer] if callback.model else []
+    return {id(variable) for part in parts for variable in _variables_of(part)}
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, without those that Keras gives a callback."""
-    return {name: part for name, part in vars(value).items() if name not in KERAS_ATTRIBUTES}
+    others = KERAS_ATTRIBUTES if isinstance(value, keras.callbacks.Callback) else ()
+    return {name: part for name, part in vars(value).items() if name not in others}
 
 
 def _pairs(mapping: Any) -> list[list[Any]]:
@@ -138,8 +189,8 @@ _NAMES = {kind.__name__: kind for kind in _CREATED}
 
 
 class _Encoder:
-    def __init__(self, arrays: list[np.ndarray]) -> None:
-        self._arrays = arrays
+    def __init__(self, arrays: list[np.ndarray], elsewhere: Container[int]) -> None:
+        self._arrays, self._elsewhere = arrays, elsewhere
         self._entered: set[int] = set()
 
     def plain(self, value: Any, in_place: bool = False) -> Any:
@@ -165,9 +216,9 @@ class _Encoder:
     def _in_place(self, value: Any) -> Any:
         if isinstance(value, enum.Enum):
             return {"enum": [_name(value), value.name]}
-        if variables := _variables(value):
+        if variables := _variables(value, self._elsewhere):
             return {"variables": [_name(value), [self._array(variable.numpy()) for variable in variables]]}
-        if isinstance(value, _STATELESS):
+        if isinstance(value, (*_STATELESS, *_MODELS)):
             return {"same": [_name(value), None]}
         if isinstance(value, types.MethodType):
             return {"method": [_name(value), self.plain(value.__self__, in_place=True)]}
@@ -197,12 +248,12 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self, arrays: list[np.ndarray]) -> None:
-        self._arrays = arrays
+    def __init__(self, arrays: list[np.ndarray], elsewhere: Container[int]) -> None:
+        self._arrays, self._elsewhere = arrays, elsewhere
 
     def whole(self, plain: Any, current: Any = None) -> Any:
         if isinstance(plain, list):
-            return [self.whole(part) for part in plain]
+            return _fill(current, [self.whole(part) for part in plain])
         if not isinstance(plain, dict):
             return plain
         ((kind, value),) = plain.items()
@@ -211,7 +262,7 @@ class _Decoder:
         if kind == "comparison":
             return COMPARISONS[value]
         if kind in _NAMES:
-            return _CREATED[_NAMES[kind]][1](self.whole(value), current)
+            return _fill(current, _CREATED[_NAMES[kind]][1](self.whole(value), current))
         name, parts = value
         if name != _name(current):
             raise ValueError(f"{name} is {_name(current)} now")
@@ -219,7 +270,10 @@ class _Decoder:
 
     def _update(self, kind: str, parts: Any, current: Any) -> Any:
         if kind == "variables":
-            for variable, number in zip(_variables(current), parts, strict=True):
+            variables = _variables(current, self._elsewhere)
+            if len(variables) != len(parts):
+                raise ValueError(f"{len(parts)} variables are {len(variables)} now")
+            for variable, number in zip(variables, parts, strict=True):
                 variable.assign(self._arrays[number])
         elif kind == "method":
             self.whole(parts, current.__self__)
@@ -238,18 +292,40 @@ def _name(value: Any) -> str:
     return str(function_or_type.__qualname__)
 
 
+def _fill(current: Any, new: Any) -> Any:
+    """Return the current container with the contents of a new one of its kind, because other objects may have it."""
+
+    def kind(value: Any) -> tuple[Any, ...]:
+        return type(value), getattr(value, "maxlen", None), getattr(value, "default_factory", None)
+
+    if not isinstance(new, (list, dict, set, collections.deque)) or kind(current) != kind(new):
+        return new
+    current.clear()
+    current.extend(new) if isinstance(new, (list, collections.deque)) else current.update(new)
+    return current
+
+
 def _closure(function: types.FunctionType) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
-def _variables(value: Any) -> list[Any]:
-    """Return the variables of an object that consists of them: a variable, a metric or a random generator."""
+def _variables(value: Any, elsewhere: Container[int]) -> list[Any]:
+    """Return the variables of an object that consists of them, such as a variable, a metric or a random generator.
+
+    Of a model, a layer or an optimizer these are the variables that are not saved elsewhere.
+    """
     if isinstance(value, (tf.Variable, getattr(keras, "Variable", tf.Variable))):
         return [value]
     if isinstance(value, keras.metrics.Metric):
         return list(value.variables)
+    if isinstance(value, _MODELS):
+        return [variable for variable in _variables_of(value) if id(variable) not in elsewhere]
     generators = (tf.random.Generator, *([keras.random.SeedGenerator] if hasattr(keras, "random") else []))
     return [value.state] if isinstance(value, generators) else []
+
+
+def _variables_of(value: Any) -> list[Any]:
+    return list(value.variables() if callable(value.variables) else value.variables)
 
 
 def _is_encoded_by_attributes(value: Any) -> bool:
@@ -257,7 +333,7 @@ def _is_encoded_by_attributes(value: Any) -> bool:
     if isinstance(value, keras.callbacks.Callback):
         return True
     kind: Any = type(value)
-    plain = all(
+    plain = not isinstance(value, _CONTENTS) and all(
         getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__")
     )
     return plain and hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _FOREIGN

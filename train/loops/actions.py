@@ -127,7 +127,7 @@ class Evaluate(Periodic):
         steps = context.config.evaluate_every
         super().__init__(every(steps) if steps else context.epoch_end)
         self._report = report
-        self._measure = functools.cache(new_evaluation)  # called late: the first step does not wait for the test split
+        self.measure = functools.cache(new_evaluation)  # called late: the first step does not wait for the test split
         self._callbacks, self._total = callbacks, context.total_steps
 
     def after(self, progress: CallProgress) -> None:
@@ -135,8 +135,9 @@ class Evaluate(Periodic):
             self.evaluate(progress.step)
 
     def evaluate(self, step: int) -> None:
-        with self._callbacks.evaluating() if self._callbacks else contextlib.nullcontext():
-            self._report.evaluate(step, self._measure())
+        # Callbacks may take as long as the evaluation itself.
+        with self._report.evaluating(), self._callbacks.evaluating() if self._callbacks else contextlib.nullcontext():
+            self._report.evaluate(step, self.measure())
 
     def catch_up(self, first: int) -> None:
         """On resuming, run the evaluation that was due when the training stopped."""

@@ -14,6 +14,7 @@ from train.loops.loop import Action, Stop
 from train.loops.replica_check import FlipBit, ReplicaCheck, copied_variables
 from train.saving.checkpoint import CheckpointManager, Encoded
 from train.saving.snapshots import MemorySnapshots
+from train.saving.trees import rate_variable
 from train.telemetry.report import Report
 
 
@@ -24,6 +25,9 @@ class Setup:
         self.context, config, task_stages = context, context.config, context.task_stages
         self.policy = context.new_policy()
         self.callback_state = Encoded("callbacks") if config.callbacks else None
+        rate = rate_variable(self.policy.optimizer)
+        self.rate = None if rate is None else float(tf.convert_to_tensor(rate))
+        """The configured learning rate, before a checkpoint is restored; None if it is a schedule."""
         with context.strategy.scope():
             done = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
         self.checkpoint = CheckpointManager(
@@ -63,7 +67,8 @@ class Training:
         context, checkpoint = setup.context, setup.checkpoint
         self.report = Report(context, first, setup.policy, checkpoint.restored_from)
         self.trace = Trace(context.run, context.task.name)
-        self.callbacks = Callbacks(context, setup.callback_state, self.report) if setup.callback_state else None
+        state = setup.callback_state
+        self.callbacks = Callbacks(context, state, self.report, setup.rate) if state else None
         self._evaluate = Evaluate(context, self.report, new_evaluation, self.callbacks)
         # Every replica has a copy of these.
         self._check = ReplicaCheck(context, lambda: copied_variables(context.model, setup.policy), setup.gather)
@@ -141,8 +146,8 @@ class Training:
             with report.evaluating():
                 changed = self.callbacks.end(step, stopped=stopped)
                 changed = not stopped and self.agree(steps.Signals(stop=changed)).stop
-            if changed:
-                self._evaluate.evaluate(step)
+            if changed:  # without the callbacks, which have closed their files
+                report.evaluate(step, self._evaluate.measure())
             if not stopped:
                 self.save.save(step)  # callbacks may have changed weights at the end, such as to the best ones
         self._context.heartbeat.update(state="saving")  # writing the checkpoint may take longer than a step may

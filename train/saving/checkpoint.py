@@ -18,7 +18,7 @@ from cluster.contract.recovery.checkpoint_files import NO_CHECKPOINT, Saved
 from cluster.system.errors import RunFailed, UsageError
 from train.model import initial_weights
 from train.saving.snapshots import Gather, MemorySnapshots
-from train.saving.trees import Joint, Mirror, Snapshot, parts_of_model, unwrap
+from train.saving.trees import Joint, Mirror, Snapshot, as_saved, parts_of_model, unwrap
 
 
 def divergence_error(problem: str) -> RunFailed:
@@ -95,9 +95,12 @@ class CheckpointManager:
         )
         if newest is not None:
             self.restored_from = "checkpoint"
-            saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
+            saved = [name for name, _ in tf.train.list_variables(newest.prefix)]
+            saved_parts = {name.partition("/")[0] for name in saved}
             optional = {name: part for name, part in self._optional.items() if name in saved_parts}
-            checkpoint = tf.train.Checkpoint(**self._parts, **optional)
+            with_rate = any(name.startswith("optimizer/_learning_rate/") for name in saved)
+            optimizer = as_saved(self.optimizer, with_rate=with_rate)
+            checkpoint = tf.train.Checkpoint(**self._parts | optional | {"optimizer": optimizer})
             if self.joint:
                 mirror = Mirror(checkpoint, lambda variable: variable if variable.is_initialized() else None)
                 checkpoint = mirror.checkpoint

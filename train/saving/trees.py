@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow import keras
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  # has no public name
 
@@ -40,6 +41,26 @@ def unwrap(variable: Any) -> tf.Variable:
 def has_value(variable: Any) -> bool:
     """Whether a variable has a value in this task; variables of other tasks' stages have none."""
     return not isinstance(unwrap(variable), UninitializedVariable)
+
+
+def rate_variable(optimizer: Any) -> Any:
+    """Return the variable of a constant learning rate, which callbacks may set; None if the rate is a schedule."""
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, (tf.Variable, getattr(keras, "Variable", tf.Variable))) else None
+
+
+def as_saved(optimizer: Any, *, with_rate: bool) -> Any:
+    """Return an optimizer as in a checkpoint `with_rate`, with or without a variable of the learning rate.
+
+    A run may be resumed with callbacks, which need the variable, or with another schedule.
+    """
+    rate = rate_variable(optimizer)
+    step, *slots = [variable for variable in optimizer.variables if variable is not rate]
+    if isinstance(step, tf.Variable) or with_rate == (rate is not None):  # tf_keras does not list the rate
+        return optimizer
+    tree = tf.Module()
+    tree._variables = [step, *([tf.Variable(0.0)] if with_rate else []), *slots]
+    return tree
 
 
 class Mirror:

@@ -107,3 +107,8 @@ def test_a_call_is_repeated_once_its_own_files_are_gone_or_damaged(tmp_path, dam
     assert kept_results.recall(kept) == ({"a": 1}, "")
     damage(file)
     assert kept_results.recall(kept) is None
+
+
+def test_data_in_memory_belongs_to_the_user_and_devices_do_not():
+    assert kept_results.is_users("/dev/shm/table.csv")
+    assert not kept_results.is_users("/dev/urandom")

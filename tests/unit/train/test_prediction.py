@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from cluster.system.json_files import write_json
 from train.model import export, input_types
 from train.prediction import predict, show_outputs
 
@@ -65,3 +66,14 @@ def test_outputs_of_any_shape_can_be_shown(shape, names, lines):
     assert lines == len(shown)
     assert any("%" in line for line in shown) == (names is not None and len(shape) < 3 and shape[-1] > 1)
     assert all(line.isprintable() for line in shown)
+
+
+def test_probabilities_are_shown_as_they_are(make_run, tmp_path):
+    """With a loss such as Keras's `from_logits=False` a model may end with a softmax."""
+    run, inputs, file = make_run(workers=0), keras.Input((2,)), tmp_path / "example.json"
+    export.export(keras.Model(inputs, keras.layers.Identity()(inputs)), run.export, (2,), ["cat", "dog"])
+    file.write_text("[0.25, 0.75]")
+    for loss, line in (("own:loss", " 75.00%  dog"), ("sparse_categorical_crossentropy", " 62.25%  dog")):
+        write_json(run.config, {"loss": loss})
+        assert line == predict(run, None, file)[0]
+    assert show_outputs(tf.constant([1.0, 3.0]), [], "own:loss")[0].startswith(" 88.08%")

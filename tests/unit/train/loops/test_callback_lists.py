@@ -1,6 +1,7 @@
 """The list that the user's function of `--callbacks` returns is checked before the training begins."""
 
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cluster.system.errors import UsageError
 from tests.support import own_module
 from train.callbacks.callback_actions import build_callbacks
 from train.config import Optimizer, TrainConfig
+from train.model import optimizers
 
 
 @pytest.fixture
@@ -49,15 +51,22 @@ def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
 def test_averages_of_weights_are_swapped_in_by_the_evaluation_or_by_a_callback(own_parts):
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     own_parts.callbacks = lambda run, task: [swap]
-    with pytest.raises(UsageError, match="SwapEMAWeights"):
-        build_callbacks(_as_far_as_build(Optimizer(ema=0.9)))
-    for one_swaps in (Optimizer(ema=0.9, ema_evaluate=False), Optimizer()):
+    own_parts.optimizer = lambda rate: keras.optimizers.SGD(0.1, use_ema=True)
+    own = Optimizer("own_parts:optimizer")
+    for both_swap in (Optimizer(ema=0.9), own):
+        with pytest.raises(UsageError, match="SwapEMAWeights"):
+            build_callbacks(_as_far_as_build(both_swap))
+    for one_swaps in (Optimizer(ema=0.9, ema_evaluate=False), replace(own, ema_evaluate=False), Optimizer()):
         assert [swap] == build_callbacks(_as_far_as_build(one_swaps))
 
 
 def _as_far_as_build(optimizer: Optimizer | None = None) -> Any:
+    config = TrainConfig(callbacks="own_parts:callbacks", optimizer=optimizer or Optimizer())
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.optimizer = optimizers.build_for_model(config, model)
     return types.SimpleNamespace(
-        config=TrainConfig(callbacks="own_parts:callbacks", optimizer=optimizer or Optimizer()),
+        config=config,
+        model=model,
         run=RunFolder(Path("run")),
         task=types.SimpleNamespace(name="chief"),
         chief=True,

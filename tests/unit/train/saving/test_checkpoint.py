@@ -19,12 +19,12 @@ from train.saving.checkpoint import CheckpointManager
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 
 
-def parts(seed: int = 0) -> Parts:
+def parts(seed: int = 0, rate: float | None = 0.001) -> Parts:
     """Return a model with moving averages and a random layer, its optimizer and a step."""
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.BatchNormalization(), layers.Dropout(0.5)])
-    optimizer = keras.optimizers.Adam()
+    optimizer = keras.optimizers.Adam(rate or keras.optimizers.schedules.CosineDecay(0.3, 100))
     optimizer.build(model.trainable_variables)
     return model, optimizer, tf.Variable(0, dtype=tf.int64)
 
@@ -116,6 +116,20 @@ def test_a_loss_scale_is_restored_and_optional(tmp_path):
     other = parts(2)
     assert 1 == saving(tmp_path, other).restore()
     np.testing.assert_array_equal(own[0].get_weights()[0], other[0].get_weights()[0])
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (0.1, None), (None, 0.2), (None, None)])
+def test_a_run_is_resumed_with_a_schedule_or_a_rate_that_callbacks_set(tmp_path, rates):
+    """Only the latter is a variable of the optimizer."""
+    before, after = parts(rate=rates[0]), parts(1, rate=rates[1])
+    before[1].variables[-1].assign(tf.ones_like(before[1].variables[-1]))
+    saves = saving(tmp_path, before)
+    saves.save(1)
+    saves.wait()
+    assert 1 == saving(tmp_path, after).restore()
+    assert 1.0 == after[1].variables[-1].numpy().max()
+    rate = rates[0] if all(rates) else rates[1] or 0.3
+    assert rate == pytest.approx(float(tf.convert_to_tensor(after[1].learning_rate)), rel=0.01)
 
 
 @pytest.mark.usefixtures("three")
