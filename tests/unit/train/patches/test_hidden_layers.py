@@ -58,7 +58,5 @@ def test_checkpoints_have_layers_in_collections(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_patched")
 def test_other_models_are_saved_as_before() -> None:
-    inputs = keras.Input([4])
-    model = keras.Model(inputs, keras.Sequential([layers.Dense(3), layers.BatchNormalization()])(inputs))
-    for layer in model._flatten_layers():
+    for layer in keras.Sequential([keras.Input([4]), keras.Sequential([layers.Dense(3)])])._flatten_layers():
         assert [*layer._trackable_children()] == [*hidden_layers._keras_children(layer)]
