@@ -22,6 +22,14 @@ Y = random.integers(0, 3, EXAMPLES)
 WEIGHTS = random.uniform(0, 2, EXAMPLES).astype(np.float32)
 
 
+OVERFLOWS = np.ones(EXAMPLES, np.float32)
+OVERFLOWS[BATCH - 1] = 1e36  # of the second task's part of the first batch, times the first scale
+
+
+def scaling() -> keras.optimizers.Optimizer:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))
+
+
 class Interrupted(Exception):
     """In place of a kill."""
 
@@ -38,7 +46,7 @@ class Interrupt(keras.callbacks.Callback):
             raise Interrupted
 
 
-def new_model(**options: Any) -> keras.Model:
+def new_model(optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.05), **options: Any) -> keras.Model:
     """Return a compiled model with what replicas could disagree on."""
     keras.utils.set_random_seed(3)
     layers = keras.layers
@@ -46,7 +54,7 @@ def new_model(**options: Any) -> keras.Model:
     model = keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(
-        keras.optimizers.Adam(0.05), loss, metrics=["accuracy"], weighted_metrics=["accuracy"], jit_compile=False,
+        optimizer(), loss, metrics=["accuracy"], weighted_metrics=["accuracy"], jit_compile=False,
         **options,
     )  # fmt: skip
     return model
@@ -64,7 +72,8 @@ def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] 
     with scope():
         model = new_model(**(compiled or {}))
     history = model.fit(*arguments, verbose=0, **options)
-    return {"history": history.history, "epochs": history.epoch, "weights": weights(model)}
+    found = {"history": history.history, "epochs": history.epoch, "weights": weights(model)}
+    return found | {"later": model.fit(*arguments, verbose=0).epoch if "callbacks" in options else []}
 
 
 def error_without_layer(scope: Callable[[], Any]) -> str:
@@ -91,7 +100,7 @@ def with_callbacks(scope: Callable[[], Any], folder: Path) -> dict[str, Any]:
     def usual() -> list[keras.callbacks.Callback]:
         of = keras.callbacks
         return [
-            of.BackupAndRestore(str(folder / "backup")),
+            of.BackupAndRestore(folder / "backup"),
             of.ModelCheckpoint(str(folder / "best.keras"), monitor="val_loss", save_best_only=True),
             of.ModelCheckpoint(str(folder / "epoch-{epoch}.weights.h5"), save_weights_only=True),
             of.TensorBoard(str(folder / "events"), write_graph=False),
@@ -117,19 +126,25 @@ def drawn(strategy: tf.distribute.Strategy) -> list[float]:
     return strategy.run(lambda: dropout(tf.ones([64]), training=True)).numpy().tolist()
 
 
-def averages(strategy: tf.distribute.Strategy) -> list[Any]:
-    """Return the moving mean of a plain BatchNormalization, each of whose replicas sees other values."""
+def averages(strategy: tf.distribute.Strategy) -> list[float]:
+    """Return the moving mean of a plain BatchNormalization after a step in which replicas see other values.
+
+    And after another one, in which the first replica has no example and the second one zeros.
+    """
     with strategy.scope():
         layer = keras.layers.BatchNormalization(momentum=0.0)
         layer.build((None, 1))
 
     @tf.function
-    def update() -> Any:
-        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
-        return layer(tf.fill([2, 1], replica), training=True)
+    def update(least: tf.Tensor) -> Any:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return layer(tf.fill([least + replica, 1], tf.cast(least * replica, tf.float32)), training=True)
 
-    strategy.run(update)
-    return layer.moving_mean.numpy().tolist()
+    found = []
+    for least in (1, 0):
+        strategy.run(update, args=(tf.constant(least),))
+        found.append(float(layer.moving_mean.numpy()[0]))
+    return found
 
 
 class Autoencoder(keras.Model):
@@ -177,6 +192,8 @@ def main(result: Path) -> None:
     found |= {
         "callbacks": with_callbacks(scope, folder),
         "sample_weights": trained(scope, data(WEIGHTS), epochs=2),
+        "clipped": trained(scope, data(), compiled={"optimizer": lambda: keras.optimizers.SGD(1.0, clipnorm=0.01)}),
+        "scaled": trained(scope, data(OVERFLOWS), compiled={"optimizer": scaling}),
         "execution": trained(scope, data(WEIGHTS), epochs=2, compiled={"steps_per_execution": 2}),
         "class_weights": trained(scope, X, Y, batch_size=BATCH, shuffle=False, class_weight={0: 0.5, 1: 1.0, 2: 2.0}),
     }

@@ -18,7 +18,8 @@ FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
 """Patches of `Model.fit`; docs/internals/upstream/ has the same changes as a patch for Keras itself."""
 TENSORFLOW = ("iterator_autotuning",)
 """Patches that do not depend on the version of Keras."""
-SCRIPTS = (*TENSORFLOW, *FIT, "layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "callback_files")
+_OF_SCRIPTS = ("layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "clipped_sums", "empty_moments")
+SCRIPTS = (*TENSORFLOW, *FIT, *_OF_SCRIPTS, "callback_files")
 """Patches for users' scripts."""
 TRAINING = (*TENSORFLOW, *FIT, "layer_losses", "variable_updates", "placed_seeds", "repeated_rows", "masked_moments")
 """Patches for the built-in training program, which has stronger guarantees for layers' state and random numbers."""

@@ -22,7 +22,6 @@ import tensorflow as tf
 DELETED_S = 60.0
 """Longest time a task waits for the chief to delete a backup that it could otherwise restore again."""
 _PATHS = (
-    "backup_dir",
     "_weights_path",
     "_training_metadata_path",
     "_prev_weights_path",
@@ -65,6 +64,7 @@ def _in_task_folder(path: str) -> Path | None:
 
 def _begin(backup: Any, logs: Any = None) -> None:
     """Restore the chief's backup, even if the path is in each task's working folder."""
+    backup.backup_dir = os.fspath(backup.backup_dir)
     path = _in_task_folder(backup.backup_dir)
     if _is_chief(backup.model) is False and path is not None:
         _move(backup, str(Path(os.environ["RUN_DIR"], "work", "chief", path)))
@@ -81,7 +81,7 @@ def _back_up(backup: Any) -> None:
     if chief:
         target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent if chief else None) as folder:
-        paths = {name: getattr(backup, name) for name in _PATHS}
+        paths = {name: getattr(backup, name) for name in ("backup_dir", *_PATHS)}
         _move(backup, folder)
         try:
             original(backup)
@@ -95,6 +95,7 @@ def _back_up(backup: Any) -> None:
 
 def _end(backup: Any, logs: Any = None) -> None:
     """Delete the backup on the chief; the others wait for it, so that the next `fit` starts alike on all tasks."""
+    backup.model._initial_epoch = None  # Keras would skip as many epochs of the next `fit`, too
     if _is_chief(backup.model) is not False:
         backup._unpatched["on_train_end"](backup, logs)
         return
@@ -104,9 +105,9 @@ def _end(backup: Any, logs: Any = None) -> None:
 
 
 def _move(backup: Any, folder: str) -> None:
-    old = backup.backup_dir
+    backup.backup_dir = folder
     for name in _PATHS:
-        setattr(backup, name, folder + getattr(backup, name)[len(old) :])
+        setattr(backup, name, str(Path(folder, Path(getattr(backup, name)).name)))
 
 
 def _save(checkpoint: Any, epoch: int, batch: int | None, logs: Any) -> None:

@@ -36,6 +36,8 @@ def _add_weight(layer: Any, *args: Any, **options: Any) -> Any:
     variable = _keras_add_weight(layer, *args, **options)
     if not variable.trainable:
         aggregate(variable)
+        if variable.aggregation == "sum":
+            add_changes(variable)
     return variable
 
 

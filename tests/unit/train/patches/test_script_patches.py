@@ -48,7 +48,7 @@ def test_every_script_patch_must_still_be_needed(found):
         assert "PerReplica" in task["error"]
     tensorflow = ["_apply_debug_options"]
     fit = ["_maybe_symbolic_build", "reduce_per_replica", "_make_function"]
-    layers = ["add_weight", "Layer.losses", "next", "_trackable_children"]
+    layers = ["add_weight", "Layer.losses", "next", "_trackable_children", "_clip_gradients", "apply", "_moments"]
     callbacks = ["BackupAndRestore", "ModelCheckpoint"]
     for task in found:
         assert ([*tensorflow, *fit, *layers, *callbacks], []) == (task["replaced"], task["again"])
@@ -110,4 +110,19 @@ def test_replicas_must_draw_different_masks(found):
 
 
 def test_moving_averages_must_be_those_of_all_replicas(found):
-    assert [[0.5], [0.5]] == [task["averages"] for task in found[:2]]
+    assert [0.5, 0.5] == [task["averages"][0] for task in found[:2]]
+
+
+def test_a_replica_without_examples_must_not_spoil_the_averages(found):
+    assert [0.25, 0.25] == [task["averages"][1] for task in found[:2]]
+
+
+@pytest.mark.parametrize("what", ["clipped", "scaled"])
+def test_gradients_must_be_clipped_and_checked_as_in_one_process(found, what):
+    first, second, alone = (task[what] for task in found)
+    assert first["weights"] == second["weights"]
+    same(first, alone, ())
+
+
+def test_a_training_after_a_restored_one_must_begin_at_its_first_epoch(found):
+    assert [[0]] * 3 == [task["callbacks"]["resumed"]["later"] for task in found]
