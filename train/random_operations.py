@@ -3,6 +3,8 @@
 After a restart they begin again, and every task draws the same, so that neither bits nor masks are those promised.
 """
 
+from collections.abc import Iterator
+
 import tensorflow as tf
 
 DRAWING = frozenset(
@@ -15,12 +17,10 @@ DRAWING = frozenset(
         "RandomStandardNormal",
         "RandomUniform",
         "RandomUniformInt",
+        "RngReadAndSkip",
+        "SampleDistortedBoundingBox",
+        "SampleDistortedBoundingBoxV2",
         "StatefulRandomBinomial",
-        "StatefulStandardNormalV2",
-        "StatefulTruncatedNormal",
-        "StatefulUniform",
-        "StatefulUniformFullInt",
-        "StatefulUniformInt",
         "TruncatedNormal",
     }
 )
@@ -28,7 +28,15 @@ ASSIGNING = frozenset({"AssignAddVariableOp", "AssignVariableOp"})
 """In a dataset, those of a random layer of Keras, which counts its draws."""
 
 
-def find_operations(graph: tf.compat.v1.GraphDef, types: frozenset[str] = DRAWING) -> list[str]:
+def find_operations(graph: tf.Graph, types: frozenset[str] = DRAWING) -> set[str]:
     """Return the types of such operations in a graph and in the functions that it calls."""
-    nodes = [graph.node, *(function.node_def for function in graph.library.function)]
-    return sorted({node.op for part in nodes for node in part} & types)
+    definition = graph.as_graph_def()
+    nodes = [definition.node, *(function.node_def for function in definition.library.function)]
+    return {node.op for part in nodes for node in part} & types
+
+
+def graphs_of(dataset: tf.data.Dataset) -> Iterator[tf.Graph]:
+    """Yield the graphs of the functions of a dataset and of those that it is made of."""
+    yield from (function.function.graph for function in dataset._functions())  # neither has a public name
+    for source in dataset._inputs():
+        yield from graphs_of(source)

@@ -50,6 +50,8 @@ _STATELESS = (
 _MODELS = (keras.Model, keras.layers.Layer, keras.optimizers.Optimizer)
 _CONTENTS = (dict, list, tuple, str, bytes, int, float, complex)
 """Types whose subclasses have contents beside their attributes; those of other types have their own `__reduce__`."""
+_FILLED = (list, dict, set, collections.deque)
+"""Containers that are filled in place, because several attributes or callbacks may share one."""
 _WITHOUT_STATE = {
     keras.callbacks.CSVLogger: ("append_header", "csv_file", "writer"),
     keras.callbacks.TensorBoard: ("_is_tracing", "_profiler_started", "_batch_trace_context", "_writers"),
@@ -112,9 +114,11 @@ def restore_attributes(callbacks: Sequence[Any], saved: Sequence[Any], made: Seq
         # Such as by `on_train_begin`. An attribute that cannot be encoded, such as an open file, stays.
         differing = {name: encoded for name, encoded in first.items() if present.get(name, encoded) != encoded}
         for name, encoded in (differing | changed).items():
-            current = vars(callback).get(name)
-            if seen.setdefault(id(current), (current, encoded))[1] != encoded:
-                current = None  # attributes that share an object in a new process, but not in the checkpoint
+            current = getattr(callback, name, None)
+            if isinstance(current, _FILLED) and (
+                name not in vars(callback) or seen.setdefault(id(current), (current, encoded))[1] != encoded
+            ):
+                current = None  # of the class, or shared by attributes that have separate ones in the checkpoint
             try:
                 setattr(callback, name, decode_value(encoded, current, elsewhere=elsewhere))
             except ValueError:
@@ -298,7 +302,7 @@ def _fill(current: Any, new: Any) -> Any:
     def kind(value: Any) -> tuple[Any, ...]:
         return type(value), getattr(value, "maxlen", None), getattr(value, "default_factory", None)
 
-    if not isinstance(new, (list, dict, set, collections.deque)) or kind(current) != kind(new):
+    if not isinstance(new, _FILLED) or kind(current) != kind(new):
         return new
     current.clear()
     current.extend(new) if isinstance(new, (list, collections.deque)) else current.update(new)

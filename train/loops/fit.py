@@ -207,6 +207,7 @@ def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -
 def check_optimizers(model: keras.Model) -> None:
     """Check that no optimizer of the model itself would create variables in `train_step`, which no checkpoint has."""
     parts = {name: part for name, part in vars(model).items() if isinstance(part, keras.optimizers.Optimizer)}
+    parts.pop("optimizer", None)  # of the model's own `compile`: the run's replaces it
     if unbuilt := [name for name, optimizer in parts.items() if not optimizer.built]:
         raise UsageError(
             f"--loop fit: {type(model).__name__}.{unbuilt[0]} has no variables yet; call its build(variables) where "

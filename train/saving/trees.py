@@ -103,9 +103,19 @@ class Mirror:
 
 def all_variables(model: Any) -> list[tf.Variable]:
     """Return a model's variables in the same order in every process, without metrics, and first those of Keras."""
-    of_metrics = {id(variable) for variable in getattr(model, "metrics_variables", ())}  # tf_keras does not list them
+    if (metrics := getattr(model, "metrics_variables", None)) is None:  # tf_keras, which knows all variables
+        return list(model.weights)
+    of_metrics = {id(variable) for variable in metrics}
     variables = [unwrap(variable) for variable in model.variables if id(variable) not in of_metrics]
     return [*variables, *layer_state.tensorflow_variables(model).values()]
+
+
+def renew_adapted(model: Any) -> None:
+    """Renew the constants with which adapted layers compute, once the variables that they are made of were loaded."""
+    for layer in model._flatten_layers():
+        adapts = isinstance(layer, keras.layers.Normalization) and layer.built and layer.input_mean is None
+        if adapts and has_value(layer.adapt_mean):
+            layer.finalize_state()
 
 
 def parts_of_model(model: Any) -> dict[str, Any]:

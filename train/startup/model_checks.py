@@ -194,6 +194,7 @@ def _check_gradients(config: TrainConfig, model: keras.Model, feature_shape: Nam
             scope: Any = contextlib.nullcontext()
             if cut:  # they have no values
                 values, scope = [tf.zeros(weight.shape, weight.dtype) for weight in weights], ObservingScope()
+                scope.collect_losses = True
                 for weight, value in zip(weights, values, strict=True):
                     scope.add_update((weight, value))
             else:
@@ -204,7 +205,8 @@ def _check_gradients(config: TrainConfig, model: keras.Model, feature_shape: Nam
             with tf.GradientTape(watch_accessed_variables=False) as tape, scope:
                 tape.watch(values)
                 outputs = [one for one in tf.nest.flatten(model(features, training=True)) if one.dtype.is_floating]
-            gradients = tape.gradient([*outputs, *model.losses], values)
+                targets = [*outputs, *model.losses]
+            gradients = tape.gradient(targets, values)
             paths.update(weight.path for weight, one in zip(weights, gradients, strict=True) if one is not None)
 
         _trace(differentiate, model, feature_shape)
@@ -221,20 +223,22 @@ def _check_gradients(config: TrainConfig, model: keras.Model, feature_shape: Nam
 
 
 def _warn_of_tensorflow(config: TrainConfig, model: keras.Model, graph: tf.Graph) -> None:
-    """Warn of variables and random numbers of TensorFlow, which Keras does not know."""
+    """Warn of variables and random numbers of TensorFlow, which Keras 3 does not know."""
+    if is_legacy():
+        return
     variables = layer_state.tensorflow_variables(model)
     assigned = layer_state.find_assigned(variables, graph)
     trainable = [where for where, variable in variables.items() if variable.trainable and where not in assigned]
-    if trainable and not is_legacy():
+    if trainable:
         print(
             f"warning: --model {config.model!r}: {trainable[0]} is a tf.Variable, which Keras 3 does not train; make "
-            "it with add_weight",
+            "it with add_weight, or with trainable=False if it is not to be trained",
             file=sys.stderr,
         )
-    if drawing := random_operations.find_operations(graph.as_graph_def()):
+    if drawing := random_operations.find_operations(graph):
         print(
-            f"warning: --model {config.model!r} draws by TensorFlow's {drawing[0]}, which begins again after a restart "
-            "and is alike in every task; use keras.random with a keras.random.SeedGenerator",
+            f"warning: --model {config.model!r} draws by TensorFlow's {min(drawing)}, which begins again after a "
+            "restart and is the same in every task; use keras.random with a keras.random.SeedGenerator",
             file=sys.stderr,
         )
 

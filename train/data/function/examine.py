@@ -75,12 +75,18 @@ def examine_function(
 
 def _warn_of_random_numbers(name: str, dataset: tf.data.Dataset) -> None:
     """Warn of a training split with random numbers that do not follow from the shard's seed."""
-    graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())  # has no public name
-    types = random_operations.DRAWING | random_operations.ASSIGNING
-    if drawing := random_operations.find_operations(graph, types):
+    graphs = [*random_operations.graphs_of(dataset)]
+    found = [random_operations.find_operations(graph) for graph in graphs]
+    if drawing := set[str]().union(*found):
         print(
-            f"warning: --dataset {name!r} draws random numbers by TensorFlow's {drawing[0]}, which begin again after a "
+            f"warning: --dataset {name!r} draws by TensorFlow's {min(drawing)}, whose numbers begin again after a "
             "restart; use tf.random.stateless_* or tf.image.stateless_* with shard.seed",
+            file=sys.stderr,
+        )
+    if any(random_operations.find_operations(graph, random_operations.ASSIGNING) for graph in graphs):
+        print(
+            f"warning: --dataset {name!r} assigns a variable, as a random layer of Keras does, which has its first "
+            "value again after a restart",
             file=sys.stderr,
         )
 

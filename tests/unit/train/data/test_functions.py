@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow import keras
 
 from cluster.system.errors import RunFailed, UsageError
 from tests.support import own_module
@@ -187,6 +188,9 @@ def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
         opening.open_source(config, tmp_path / "data")
 
 
+GENERATOR, DROPOUT = tf.random.Generator.from_seed(1), keras.layers.Dropout(0.5)
+
+
 def augmented(change: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[str, Shard], tf.data.Dataset]:
     return lambda split, shard: ranges(split, shard).shuffle(4, seed=shard.seed).map(lambda x, y: (change(x), y))
 
@@ -194,8 +198,10 @@ def augmented(change: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[str, Shard]
 @pytest.mark.parametrize(
     ("data", "warning"),
     [
-        (augmented(lambda x: x + tf.random.uniform([])), "RandomUniform"),
-        (augmented(lambda x: x * tf.random.stateless_uniform([], (1, 2))), ""),
+        (augmented(lambda x: x + tf.random.uniform([], dtype=x.dtype)), "RandomUniform"),
+        (augmented(lambda x: x + GENERATOR.uniform([], dtype=x.dtype)), "RngReadAndSkip"),
+        (augmented(lambda x: x + tf.cast(DROPOUT(tf.ones([]), training=True), x.dtype)), "assigns a variable"),
+        (augmented(lambda x: x * tf.random.stateless_uniform([], (1, 2), dtype=x.dtype)), ""),
     ],
 )
 def test_random_numbers_that_do_not_follow_from_the_seed_are_reported(function, tmp_path, capsys, data, warning):

@@ -75,6 +75,17 @@ class Recomputed(layers.Layer):
         return tf.recompute_grad(lambda values: tf.matmul(values, self.inner.kernel))(inputs)
 
 
+class ByLoss(layers.Layer):
+    """Has a weight that only its loss uses, as the codebook of a VQ-VAE."""
+
+    def build(self, shape: Any) -> None:
+        self.center = self.add_weight(shape=shape[1:], name="center")
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(tf.reduce_mean(tf.square(tf.stop_gradient(inputs) - self.center)))
+        return inputs
+
+
 class WithVariable(layers.Layer):
     def __init__(self) -> None:
         super().__init__(name="shift")
@@ -183,6 +194,7 @@ MODELS = {
     "of_int32": of_int32,
     "in_float8": chain(lambda: layers.Dense(4, dtype="float8_from_float32")),
     "recomputed": chain(Recomputed),
+    "by_loss": chain(ByLoss),
     "drawing": chain(lambda: layers.Lambda(lambda values: values + tf.random.normal(tf.shape(values)))),
     "of_tensorflow": chain(WithVariable),
 }
@@ -247,6 +259,8 @@ def test_parts_that_do_not_match_or_cannot_be_divided_are_refused(check, model, 
 def test_what_trains_as_in_keras_is_not_refused(check):
     check("of_keras", replicas=2, micro_batches=2)
     check("penalized", loop="fit")
+    check("compiled", loop="fit")
+    check("by_loss", bitwise_elastic=2)
     check("with_built_optimizer", loop="fit", replicas=2)
 
 
