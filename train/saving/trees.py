@@ -127,8 +127,10 @@ def parts_of_model(model: Any) -> dict[str, Any]:
     """
     found = Mirror(tf.train.Checkpoint(model=model), lambda variable: variable).pairs
     known = {id(variable) for variable, _ in found}
+    # Without the states of random generators, from which steps do not draw.
+    variables = [*map(unwrap, model.weights), *layer_state.tensorflow_variables(model).values()]
     untracked = tf.Module()
-    for number, variable in enumerate(all_variables(model)):
+    for number, variable in enumerate(variables):
         if id(variable) not in known:
             setattr(untracked, f"variable_{number}", variable)
     return {"model": model} | ({"untracked": untracked} if untracked.variables else {})
