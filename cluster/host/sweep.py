@@ -262,7 +262,7 @@ class _Loop:
         if not self.sweep.halving or trial.run in self.sweep.dropped or run.incomplete:
             return
         rows = list(read_json_lines(run.metrics("chief")))
-        newest = max((row["step"] for row in rows), default=-1)
+        newest = last_complete_step(rows)
         rung = self.sweep.halving
         while rung <= newest:
             reached = self.sweep.rungs.get(str(rung), {})
@@ -276,6 +276,11 @@ class _Loop:
                 if not is_good:
                     return
             rung *= ETA
+
+
+def last_complete_step(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the newest step of which no row can follow: that of an evaluation comes after that of the training."""
+    return max((row["step"] - ("eval_loss" not in row) for row in rows), default=-1)
 
 
 def loss_at(rows: Sequence[Mapping[str, Any]], rung: int) -> float:

@@ -127,10 +127,7 @@ def drawn(strategy: tf.distribute.Strategy) -> list[float]:
 
 
 def averages(strategy: tf.distribute.Strategy) -> list[float]:
-    """Return the moving mean of a plain BatchNormalization after a step in which replicas see other values.
-
-    And after another one, in which the first replica has no example and the second one zeros.
-    """
+    """Return BatchNormalization's moving mean after a step of 0 and 1, and after one of no example and 0."""
     with strategy.scope():
         layer = keras.layers.BatchNormalization(momentum=0.0)
         layer.build((None, 1))

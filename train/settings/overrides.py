@@ -39,9 +39,10 @@ def resolve_config(
         check_types(config, f"--preset {preset!r}: ")
         base = dataclasses.replace(config, preset=preset)
     known = {option(name) for name in flat_settings(TrainConfig()) if name != "preset"}
+    overrides = [re.sub(r"^--no-(.+\.)", r"--\1no-", argument) for argument in overrides]  # as tyro names it in a part
     for argument in overrides:
         name = argument.split("=", 1)[0].replace("_", "-")
-        if argument.startswith("--") and not {name, name.replace("--no-", "--", 1)} & known:
+        if argument.startswith("--") and not {name, re.sub(r"^--(.+\.)?no-", r"--\1", name)} & known:
             raise UsageError(f"override {argument!r} is not an option of the training config{nearest(name, known)}")
     return _parse(base, overrides).check().check_references().pin(cores)
 

@@ -177,13 +177,13 @@ class Request:
         return OPTIONS[name].is_given(getattr(self, name))
 
     def training(self) -> list[str]:
-        """Return the overrides of the training configuration, beginning with those set by options of `up`."""
+        """Return the overrides of the training configuration, of which the last counts: first those of a run file."""
         words = []
         for option in OPTIONS.values():
             if option.override and self.is_given(option.name):
                 words += [f"--{option.override}"]
                 words += [] if option.types == (bool,) else [str(getattr(self, option.name))]
-        return [*words, *self.train, *self.overrides]
+        return [*self.train, *words, *self.overrides]
 
     def count(self, name: str) -> int:
         """Return an option as a number, or its default; raise UsageError if it is out of its bounds."""

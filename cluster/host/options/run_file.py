@@ -184,7 +184,7 @@ def _overridden(words: Sequence[str], config: Mapping[str, Any]) -> dict[str, An
     fields = dict(flatten(dashed(config)))
     typed = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     names = [name.replace("_", "-") for name in typed]
-    names = [name if name in fields else name.removeprefix("no-") for name in names]
+    names = [name if name in fields else re.sub(r"^(.+\.)?no-", r"\1", name) for name in names]
     return {name: fields[name] for name in names if name in fields}
 
 

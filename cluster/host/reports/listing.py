@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.contract.recovery import restart_costs
+from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import final_state, seems_old
+from cluster.contract.run.records import Restart
 from cluster.contract.schema import Record, dictionary
 from cluster.host.options.run_file import flatten
 from cluster.host.view.columns import cell, chosen_columns, columns, plain_lines, sparkline
@@ -85,21 +88,27 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     value: dict[str, Any] = {"run": run.name, "started": started.time, "disk_bytes": disk_bytes(run.path)}
     value |= {"tags": list(started.tags), "note": started.note}
     try:
-        spec, summary = run.load_cluster(), run.load_summary()
+        spec, ended = run.load_cluster(), run.load_summary()
     except (DamagedError, OSError):
         return value | {"result": "damaged"} | dict.fromkeys(_MEASURED)
-    metric, reached = (summary and summary.score) or (None, None)
+    metric, reached = (ended and ended.score) or (None, None)
     return value | {
-        "result": summary.state if summary else _state(run),
-        "steps": summary.steps if summary else run.newest_step,
-        "wall_s": summary.wall_s if summary else None,
+        "result": ended.state if ended else _state(run),
+        "steps": ended.steps if ended else run.newest_step,
+        "wall_s": ended.wall_s if ended else None,
         "metric": metric,
         "score": reached,
         "strategy": spec.strategy_class,
         "tasks": len(spec.tasks),
         "commit": commit(run),
-        "restarts": len(summary.restarts) if summary else max(0, len(run.generations()) - 1),
+        "restarts": len(restarts(run)),
     }
+
+
+def restarts(run: RunFolder) -> Sequence[Restart]:
+    """Return the restarts of a run after failures, also of one that is still running."""
+    ended = run.load_summary()
+    return ended.restarts if ended else restart_costs.costs(run, summary.start_time(run))
 
 
 def _state(run: RunFolder) -> str:
@@ -160,7 +169,7 @@ def compare_runs(runs: Sequence[RunFolder]) -> dict[str, Any]:
     differing = {name: [part.get(name) for part in parts] for name in names}
     differing = {name: values for name, values in differing.items() if any(each != values[0] for each in values)}
     rows = [describe_run(run) for run in runs]
-    metrics = [summary.metrics if (summary := run.load_summary()) else {} for run in runs]
+    metrics = [ended.metrics if (ended := run.load_summary()) else {} for run in runs]
     reached = {name: [each.get(name) for each in metrics] for name in dict.fromkeys(itertools.chain(*metrics))}
     weights = []
     first, *others = [getattr(run.load_summary(), "weights_sha256", None) for run in runs]

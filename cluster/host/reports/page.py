@@ -98,8 +98,7 @@ def _cluster(run: RunFolder) -> str:
 def _restarts(run: RunFolder) -> str:
     head = ["generation", "task", "cause", "noticed after", "new step after", "steps lost"]
     rows = []
-    summary = run.load_summary()
-    for each in summary.restarts if summary else ():
+    for each in listing.restarts(run):
         times = [cell(seconds, "{:.2f} s") for seconds in (each.detected_s, each.resumed_s)]
         rows.append([each.generation, each.task, each.cause, *times, cell(each.steps_lost)])
     return _rows(head, rows, numbers=range(3, 6)) if rows else "<p>No restart.</p>"

@@ -122,6 +122,7 @@ def test_the_best_third_of_those_at_a_rung_continues(reached, good):
 def test_an_evaluation_counts_more_than_the_loss_of_a_batch():
     rows: list[dict[str, Any]] = [{"step": 5, "eval_loss": 2.0}, {"step": 9, "loss": 1.0}, {"step": 12, "loss": 0.5}]
     assert [1.0, 2.0, 1.0] == [loss_at(rows[1:], 10), loss_at(rows, 10), loss_at(rows[1:], 11)]
+    assert [5, 8] == [sweep.last_complete_step(rows[:count]) for count in (1, 2)]
     assert [sweep.MAX] * 2 == [loss_at(rows, 4), loss_at([{"step": 1, "loss": math.nan}], 4)]
 
 

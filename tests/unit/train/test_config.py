@@ -43,6 +43,8 @@ def test_a_preset_is_complete_and_in_range(preset):
         (["--checkpoint-every", "200"], "checkpoint_every", 200),
         (["--checkpoint-every", "200", "--checkpoint-every", "0.1s"], "checkpoint_every", "0.1s"),
         (["--no-deterministic"], "deterministic", False),
+        (["--no-optimizer.ema-evaluate"], "optimizer", Optimizer(ema_evaluate=False)),
+        (["--optimizer.no-ema-evaluate"], "optimizer", Optimizer(ema_evaluate=False)),
         (["--callbacks", ""], "callbacks", ""),
         (["--optimizer.learning-rate", "0.01"], "optimizer", Optimizer(learning_rate=0.01)),
     ],

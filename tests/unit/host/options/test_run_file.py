@@ -99,10 +99,13 @@ def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp
 
 
 def test_options_on_the_command_line_win(tmp_path):
-    file = read(tmp_path, 'workers = 3\nruntime = "local"\nenv = ["A=1"]\n[train]\nepochs = 2\n')
-    request = file.request({"workers": 1, "env": ("A=2",)}, ["--epochs", "4"])
+    file = read(
+        tmp_path, 'workers = 3\nruntime = "local"\nenv = ["A=1"]\n[train]\nepochs = 2\npipeline.schedule = "1f1b"\n'
+    )
+    request = file.request({"workers": 1, "env": ("A=2",), "schedule": "gpipe"}, ["--epochs", "4"])
     assert (1, "local", ("A=2",)) == (request.workers, request.runtime, request.env)
-    assert ["--epochs=2", "--epochs", "4"] == request.training()
+    schedules = ["--pipeline.schedule=1f1b", "--pipeline.schedule", "gpipe"]
+    assert ["--epochs=2", *schedules, "--epochs", "4"] == request.training()
 
 
 @pytest.mark.parametrize(

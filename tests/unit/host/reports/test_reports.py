@@ -77,10 +77,10 @@ class Page(html.parser.HTMLParser):
 
 def test_runs_are_listed_the_newest_first(ended, make_run, capsys):
     write_json(ended("old").control / "started.json", {"time": 1.0, "runtime": "local"})
-    make_run("new", workers=2)
+    make_run("new", workers=2).begin_generation(1, resumed=True)  # by `scale`: not a restart
     assert 0 == exit_code("runs", json=True)
     new, old = json.loads(capsys.readouterr().out)["runs"]
-    assert ("new", "not started", 3) == (new["run"], new["result"], new["tasks"])
+    assert ("new", "not started", 3, 0) == (new["run"], new["result"], new["tasks"], new["restarts"])
     assert ("old", "succeeded", "accuracy", 0.9, "01234567", 1) == tuple(
         old[name] for name in ("run", "result", "metric", "score", "commit", "restarts")
     )
