@@ -28,11 +28,11 @@ ASSIGNING = frozenset({"AssignAddVariableOp", "AssignVariableOp"})
 """In a dataset, those of a random layer of Keras, which counts its draws."""
 
 
-def find_operations(graph: tf.Graph, types: frozenset[str] = DRAWING) -> set[str]:
+def find_operations(graph: tf.Graph) -> set[str]:
     """Return the types of such operations in a graph and in the functions that it calls."""
     definition = graph.as_graph_def()
     nodes = [definition.node, *(function.node_def for function in definition.library.function)]
-    return {node.op for part in nodes for node in part} & types
+    return {node.op for part in nodes for node in part} & (DRAWING | ASSIGNING)
 
 
 def graphs_of(dataset: tf.data.Dataset) -> Iterator[tf.Graph]:

@@ -235,7 +235,7 @@ def _warn_of_tensorflow(config: TrainConfig, model: keras.Model, graph: tf.Graph
             "it with add_weight, or with trainable=False if it is not to be trained",
             file=sys.stderr,
         )
-    if drawing := random_operations.find_operations(graph):
+    if drawing := random_operations.find_operations(graph) & random_operations.DRAWING:
         print(
             f"warning: --model {config.model!r} draws by TensorFlow's {min(drawing)}, which begins again after a "
             "restart and is the same in every task; use keras.random with a keras.random.SeedGenerator",

@@ -75,15 +75,14 @@ def examine_function(
 
 def _warn_of_random_numbers(name: str, dataset: tf.data.Dataset) -> None:
     """Warn of a training split with random numbers that do not follow from the shard's seed."""
-    graphs = [*random_operations.graphs_of(dataset)]
-    found = [random_operations.find_operations(graph) for graph in graphs]
-    if drawing := set[str]().union(*found):
+    found = set[str]().union(*map(random_operations.find_operations, random_operations.graphs_of(dataset)))
+    if drawing := found & random_operations.DRAWING:
         print(
             f"warning: --dataset {name!r} draws by TensorFlow's {min(drawing)}, whose numbers begin again after a "
             "restart; use tf.random.stateless_* or tf.image.stateless_* with shard.seed",
             file=sys.stderr,
         )
-    if any(random_operations.find_operations(graph, random_operations.ASSIGNING) for graph in graphs):
+    if found & random_operations.ASSIGNING:
         print(
             f"warning: --dataset {name!r} assigns a variable, as a random layer of Keras does, which has its first "
             "value again after a restart",
