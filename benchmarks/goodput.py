@@ -1,7 +1,8 @@
 """Goodput of our runs, and of peers that restart by themselves, if a program is killed at regular intervals.
 
-Goodput is the share of time spent on steps that count: the steps done in a window, times the time per step before the
-first kill, over the length of the window (runtime goodput, arXiv:2502.06982).
+Goodput is the share of time spent on steps that count: the steps done in a window, times the time per undisturbed step,
+over the length of the window (runtime goodput, arXiv:2502.06982). Undisturbed steps are timed before the first kill and
+after the last restart, since the speed of a shared machine drifts within ten minutes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from cluster.system.waiting import wait_until
 
 EVERY_S = (5.0, 15.0, 60.0)
 WINDOW_S, QUICK_S = 600.0, 40.0
-CALM_S = 30.0
-"""Seconds of training before the window, to measure the time per step."""
+CALM_S = 60.0
+"""Seconds of training before the window, and again after it, to measure the time per step."""
 WAITING = (
     "--model=benchmarks.own_models:waiting",
     "--dataset=benchmarks.own_models:rows",
@@ -72,9 +73,20 @@ def _window_s(bench: Bench) -> float:
 class _Training:
     """A training of two tasks in the background."""
 
-    def __init__(self, newest_step: Callable[[], int], programs: Callable[[], list[int]]) -> None:
-        """`programs` returns the ids of the processes that train at this moment."""
-        self.newest_step, self._programs = newest_step, programs
+    def __init__(
+        self, newest_step: Callable[[], int], programs: Callable[[], list[int]], is_settled: Callable[[], bool]
+    ) -> None:
+        """`programs`: the ids of the processes that train now; `is_settled`: whether nothing else uses the cores."""
+        self.newest_step, self._programs, self._is_settled = newest_step, programs, is_settled
+
+    def steps_per_s(self) -> float:
+        """Return the speed of undisturbed steps, once the training does any."""
+        reached = self.newest_step()
+        if not wait_until(lambda: self.newest_step() > reached and self._is_settled(), LIMIT_S):
+            raise RunFailed("a training for the goodput does no step, or its standby processes do not become ready")
+        first, began = self.newest_step(), time.monotonic()
+        time.sleep(CALM_S)
+        return (self.newest_step() - first) / (time.monotonic() - began)
 
     def kill(self, dice: random.Random) -> None:
         """Kill one of the programs, if there is one at this moment."""
@@ -85,22 +97,15 @@ class _Training:
 
 def _goodput(training: _Training, every_s: float, window_s: float) -> float:
     dice = random.Random(every_s)  # noqa: S311  # not for cryptography
-    step_s = 1 / _steps_per_s(training)
+    before = training.steps_per_s()
     first, began = training.newest_step(), time.monotonic()
     for number in range(int(window_s / every_s)):
         time.sleep(max(0.0, began + (number + 0.5) * every_s - time.monotonic()))
         training.kill(dice)
     time.sleep(max(0.0, began + window_s - time.monotonic()))
-    return (training.newest_step() - first) * step_s / (time.monotonic() - began)
-
-
-def _steps_per_s(training: _Training) -> float:
-    """Let a training run undisturbed for a while; return its steps per second."""
-    if not wait_until(lambda: training.newest_step() > 0, LIMIT_S):
-        raise RunFailed("a training for the goodput does no step")
-    first, began = training.newest_step(), time.monotonic()
-    time.sleep(CALM_S)
-    return (training.newest_step() - first) / (time.monotonic() - began)
+    done, lasted_s = training.newest_step() - first, time.monotonic() - began
+    undisturbed = (before + training.steps_per_s()) / 2
+    return done / undisturbed / lasted_s
 
 
 @contextmanager
@@ -111,12 +116,13 @@ def _ours(bench: Bench, name: str, overrides: tuple[str, ...]) -> Iterator[_Trai
         found = [records.read_record(run.programs(task), Programs.from_json, None) for task in ("chief", "worker-0")]
         return [each.program.pid for each in found if each]
 
+    def is_settled() -> bool:
+        # Until they are ready, standby processes take a part of the cores.
+        return standby_cluster.is_complete(run, run.load_cluster(), run.generation)
+
     # The heartbeats of programs that start again begin with step 0.
     try:
-        # Until they are ready, standby processes take a part of the cores, which would slow the steps to compare with.
-        if not wait_until(lambda: standby_cluster.is_complete(run, run.load_cluster(), 0), LIMIT_S):
-            raise RunFailed(f"the standby processes of {name} do not become ready")
-        yield _Training(lambda: max((row["step"] for row in run.rows("chief")), default=0), programs)
+        yield _Training(lambda: max((row["step"] for row in run.rows("chief")), default=0), programs, is_settled)
         if run.summary.exists():
             raise RunFailed(f"{name} ended before its window did")
     finally:
@@ -138,7 +144,7 @@ def _other(bench: Bench, peer: Peer, folder: Path) -> Iterator[_Training]:
         return max((json.loads(line)["step"] for line in lines), default=0)
 
     try:
-        yield _Training(newest_step, lambda: _workers(process.pid))
+        yield _Training(newest_step, lambda: _workers(process.pid), lambda: True)
     finally:
         table = ProcessTable()
         for pid in (process.pid, *table.descendants(process.pid)):
