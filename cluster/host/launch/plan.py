@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.contract import compatibility, tf_config
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.spec import ClusterSpec, Role, Task
+from cluster.contract.spec import Role, Task
 from cluster.host.launch import configuration, metrics_server
 from cluster.host.options.request import Request
 from cluster.host.runtime import tensorboard
@@ -309,8 +309,7 @@ def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
         "optimizer": 0 if plan.cluster.kind.served else sizes["optimizer_bytes"],
         "activations": examples * (sizes["activation_bytes"] or 0),
     }
-    snapshots, needs = bool(plan.config.get("memory_snapshots")), sum(per_replica.values())
-    of_task = {task.name: _task(plan.cluster, task, sizes, needs, snapshots=snapshots) for task in plan.cluster.tasks}
+    of_task = {task.name: _task(plan, task, sizes, sum(per_replica.values())) for task in plan.cluster.tasks}
     limit = plan.memory.task_bytes
     rooms: list[dict[str, Any]] = []
     if limit:
@@ -323,14 +322,15 @@ def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     return {"replica_bytes": per_replica, "task_bytes": of_task, "rooms": rooms, "fits": fits}
 
 
-def _task(cluster: ClusterSpec, task: Task, sizes: dict[str, Any], replica_bytes: int, *, snapshots: bool) -> int:
+def _task(plan: Plan, task: Task, sizes: dict[str, Any], replica_bytes: int) -> int:
+    cluster, on_gpus = plan.cluster, plan.gpus.of(task.name) or plan.options.gpus_per_task
     if task.role == Role.PS:
         held = (sizes["weights_bytes"] + sizes["optimizer_bytes"]) // len(cluster.of(Role.PS))
     elif task.role == Role.WORKER or (task.role == Role.CHIEF and not cluster.kind.served):
-        held = cluster.devices * replica_bytes
+        held = 0 if on_gpus else cluster.devices * replica_bytes
     else:
         held = sizes["weights_bytes"]
-    if snapshots and not cluster.kind.served and not task.role.is_sidecar:
+    if plan.config.get("memory_snapshots") and not cluster.kind.served and not task.role.is_sidecar:
         held += 2 * (sizes["weights_bytes"] + sizes["optimizer_bytes"])
     return TASK_MEMORY_BYTES + int(held)
 

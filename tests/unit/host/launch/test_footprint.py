@@ -9,6 +9,7 @@ import pytest
 from cluster.contract import spec, user_code
 from cluster.host.launch import plan as plans
 from cluster.host.nvidia import Placement
+from cluster.host.options.request import Request
 from cluster.host.runtime.resources import TASK_MEMORY_BYTES, Memory
 from cluster.system.errors import UsageError
 
@@ -22,7 +23,7 @@ SIZES = {
 }
 
 
-def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
+def plan(task_bytes: int = 0, gpu_bytes: int = 0, gpus: Any = (), **options: Any) -> Any:
     config = {"model": "two_conv_cnn", "dataset": "mnist", "global_batch": 64} | {
         name: options.pop(name)
         for name in ("micro_batches", "bitwise_elastic", "model", "dataset", "memory_snapshots")
@@ -32,7 +33,8 @@ def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
         cluster=spec.build(**{"workers": 1} | options),
         config=config,
         memory=Memory(task_bytes=task_bytes),
-        gpus=Placement(memory_bytes=gpu_bytes),
+        gpus=Placement(dict(gpus), memory_bytes=gpu_bytes),
+        options=Request(),
         runtime=SimpleNamespace(is_remote=False),
         payload=SimpleNamespace(script=None, requirements=None, trial_environment=dict),
         data="60000 examples",
@@ -46,6 +48,7 @@ def plan(task_bytes: int = 0, gpu_bytes: int = 0, **options: Any) -> Any:
         ({"micro_batches": 4}, {"chief": 10 + 16 + 16 + 8, "worker-0": 50}),
         ({"workers": 0, "devices": 2}, {"chief": 2 * (34 + 32)}),  # each device holds a replica
         ({"workers": 0, "memory_snapshots": True}, {"chief": 98 + 2 * 26}),
+        ({"gpus": {"chief": ("0",)}, "memory_snapshots": True}, {"chief": 2 * 26, "worker-0": 98 - 32 + 2 * 26}),
         (
             {"workers": 1, "ps": 2, "evaluator": True},
             {"chief": 10, "worker-0": 10 + 8 + 64, "ps-0": 13, "ps-1": 13, "evaluator": 10},
