@@ -67,11 +67,13 @@ def same_bits(run: RunFolder, reference: dict[str, Any] | None = None) -> bool |
 def _training(run: RunFolder) -> tuple[Any, ...] | None:
     """Return everything that determines a run's bits; None if its records are damaged."""
     try:
+        manifest = run.load_manifest({})
+        code = manifest.get("code", {}).get("train_sha256"), manifest.get("own_code"), manifest.get("locks")
         config = {key: value for key, value in run.load_config().items() if key not in NO_EFFECT_ON_BITS}
         version = records.read_record(run.data_version, dictionary(Record), {}).get("version")
         if run.load_config().get("bitwise_elastic"):
-            return config, version
+            return config, version, code
         spec = run.load_cluster()
-        return config, version, spec.strategy, spec.devices, sorted(task.name for task in spec.members)
+        return config, version, code, spec.strategy, spec.devices, sorted(task.name for task in spec.members)
     except DamagedError:
         return None

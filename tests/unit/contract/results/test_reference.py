@@ -24,11 +24,13 @@ def ended(make_run) -> Callable[..., RunFolder]:
         weights: str | None = "abc",
         restarts: int = 0,
         version: str | None = "1",
+        code: str = "a",
         config: dict[str, Any] | None = None,
         **topology: Any,
     ) -> RunFolder:
         run = make_run(name, **{"workers": 1} | topology)
         write_json(run.config, CONFIG | (config or {}))
+        write_json(run.manifest, {"own_code": {"0/mine": code}})
         if version:
             write_json(run.control / "data.json", {"version": version})
         costs = [{"resumed_s": 2.0 + number} for number in range(restarts)]
@@ -72,6 +74,7 @@ VIRTUAL = {"bitwise_elastic": 6}
         *((topology, {}, False) for topology in ({"workers": 2}, {"workers": 0}, {"devices": 2})),
         *(({"version": version}, {}, False) for version in ("2", None)),
         *(({"state": state}, {}, False) for state in ("failed", "stopped")),
+        ({"code": "b"}, {}, False),
         ({"restarts": 1}, {}, False),
         # With virtual shards the number of replicas changes no bit.
         ({"workers": 2, "config": VIRTUAL}, {"config": VIRTUAL}, True),
