@@ -43,7 +43,7 @@ NOT_RENDERED = (
     *("script", "separate_chief", "requirements", "runtime", "network", "gpus"),
     *("resume", "mirror", "trust", "fresh", "detach", "init_from", "reuse_data"),
     *("partition", "constraint", "time", "account", "nodes", "cpus_per_task"),
-    *("tensorboard_port", "metrics_port", "secret"),
+    *("tensorboard_port", "metrics_port", "secret", "tag", "note", "keep_warm"),
 )
 """Options about the machine of `up`, or that need code which is not in the image."""
 WARNING = (

@@ -53,7 +53,10 @@ class RunFile:
 
 
 def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile:
-    """Read a run file, without options that a task does not take; raise UsageError if the file is invalid."""
+    """Read a run file, without options that a task does not take; raise UsageError if it is invalid.
+
+    An option that determines what trains cannot be left out; it raises UsageError, too.
+    """
     path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  # leaves a home folder that is not known
     try:
         text = path.read_text(encoding="utf-8")
@@ -76,6 +79,8 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
         checked = _value(option, value, path)
         if option.name in taken:
             options[option.name] = checked
+        elif option.group == Group.TRAINS:
+            raise UsageError(f"{short_path(path)}: {key!r} cannot be used here; give this command a file without it")
     return RunFile(path, options, tuple(_words(train, "", path)), tuple(args))
 
 

@@ -145,6 +145,15 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path):
         run_file.write_run_file(str(path), Request(), {})
 
 
+def test_a_command_ignores_the_machine_s_options_of_a_file_but_not_what_trains(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("workers = 1\ngpus = 2\n")
+    assert {"workers": 1} == run_file.read_run_file(str(path), {"workers"}).options
+    path.write_text('workers = 1\ninit-from = "pretrained"\n')
+    with pytest.raises(UsageError, match="'init-from'"):
+        run_file.read_run_file(str(path), {"workers"})
+
+
 @pytest.mark.slow
 def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
     (tmp_path / "neighbor.py").write_text("from train.presets.fashion_mnist import preset\n")
