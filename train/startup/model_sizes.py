@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow import keras
 
 from cluster.contract.compatibility import precision_of
 from train.config import TrainConfig
@@ -45,6 +46,12 @@ def _count_activation_bytes(model: Any) -> int | None:
     total = 0
     for layer in model.layers:
         if type(layer).__name__ in WITHOUT_ACTIVATION:
+            continue
+        if isinstance(layer, keras.Model):
+            inner = _count_activation_bytes(layer)
+            if inner is None:
+                return None
+            total += inner
             continue
         try:
             outputs = tf.nest.flatten(layer.output)
