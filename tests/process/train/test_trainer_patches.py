@@ -16,6 +16,8 @@ from train import patches
 from train.patches import batch_normalization, layer_aggregation, placed_seeds
 
 DEVICES = 2
+LARGE: dict[str, Any] = {"masked": False, "mean": 2000.0}
+"""Numbers such as years."""
 WHERES = ("mirrored-2", "central-2")
 
 
@@ -30,11 +32,12 @@ class Block(keras.layers.Layer):
         return self.normal(inputs)
 
 
-def normalized(name: str, *, synchronized: bool = True, masked: bool = True) -> list[Any]:
+def normalized(name: str, *, synchronized: bool = True, masked: bool = True, mean: float = 0.0) -> list[Any]:
     """Return BatchNormalization's outputs for four examples, the first of which have less padding, and gradients."""
     strategy = strategy_called(name)
     replicas, random = strategy.num_replicas_in_sync, np.random.default_rng(SEED)
     values, weights = (random.normal(size=(replicas, 4 // replicas, 3, 2)).astype(np.float32) for _ in range(2))
+    values += np.float32(mean)
     masks = (np.arange(3) < np.array([[3], [3], [2], [1]])).reshape(replicas, 4 // replicas, 3)
     with strategy.scope():
         layer = keras.layers.BatchNormalization(synchronized=synchronized)
@@ -79,6 +82,7 @@ def dropped(name: str) -> dict[str, Any]:
 def traps() -> dict[str, Any]:
     """What Keras comes to before it is patched."""
     computed = {"dropout": {name: dropped(name) for name in WHERES}, "by_mask": normalized("mirrored-2")}
+    computed["large"] = normalized("mirrored-2", **LARGE)
     patches.apply()
     return computed
 
@@ -107,6 +111,17 @@ def test_masked_positions_are_left_out_over_the_whole_batch(traps, where):
 
 def test_keras_itself_leaves_them_out_by_replica(traps):
     assert np.abs(np.subtract(normalized("one"), traps["by_mask"])).max() > 0.01
+
+
+@pytest.mark.usefixtures("traps")
+@pytest.mark.parametrize("where", WHERES)
+def test_large_numbers_are_normalised_as_on_one_device(where):
+    one = normalized("one", synchronized=False, **LARGE)
+    np.testing.assert_allclose(normalized(where, **LARGE), one, rtol=1e-3, atol=1e-3)
+
+
+def test_keras_itself_loses_the_variance_of_large_numbers(traps):
+    assert np.abs(np.subtract(normalized("one", synchronized=False, **LARGE), traps["large"])).max() > 0.05
 
 
 @pytest.mark.usefixtures("traps")
