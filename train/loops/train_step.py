@@ -236,8 +236,17 @@ def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cast_features(model: keras.Model, features: Named) -> Named:
-    """Cast features to the types that a model takes."""
-    return named.each(tf.cast, features, input_types.input_dtypes(model, features))
+    """Cast features to the types that a model takes; fail if it declares none and ids would be rounded."""
+
+    def cast(feature: tf.Tensor, dtype: str) -> tf.Tensor:
+        if feature.dtype in (tf.int32, tf.int64) and dtype == "float32" and not getattr(model, "inputs", None):
+            advice = "features above 2^24 as float32 are rounded; declare keras.Input(..., dtype='int64')"
+            tf.debugging.assert_less_equal(tf.abs(feature), tf.constant(2**24, feature.dtype), advice)
+            if model.compute_dtype != "float32":  # to which Keras would cast a float
+                return feature
+        return tf.cast(feature, dtype)
+
+    return named.each(cast, features, input_types.input_dtypes(model, features))
 
 
 def cast_outputs(outputs_BK: Named) -> Named:

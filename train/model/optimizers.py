@@ -74,7 +74,7 @@ def build_optimizer(config: TrainConfig, total_steps: int = 1) -> keras.optimize
     else:
         options: dict[str, Any] = {}
         if settings.weight_decay is not None:
-            options["weight_decay"] = settings.weight_decay or None
+            options["weight_decay"] = settings.weight_decay or (0.0 if settings.name == "adamw" else None)
         if settings.ema:
             options |= {"use_ema": True, "ema_momentum": settings.ema, "ema_overwrite_frequency": None}
         if settings.name == "sgd":

@@ -18,6 +18,7 @@ from cluster.system.errors import UsageError
 from tests.support import own_module, small_training
 from train import patches
 from train.config import TrainConfig, Transformer
+from train.loops import train_step
 from train.loops.evaluation import new_evaluation
 from train.model import input_types, masks, models, objectives, optimizers
 from train.model.architectures import transformer_lm
@@ -25,6 +26,7 @@ from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
 from train.settings.overrides import resolve_config
 from train.settings.parts import Optimizer
+from train.strategy import precision_policy
 
 SHAPE, OUTPUTS = (4, 5), 3
 
@@ -272,6 +274,29 @@ def test_the_step_size_follows_its_schedule_to_a_part_of_it_in_fewer_steps() -> 
     schedule = optimizers.RateSchedule(config, total_steps=10)
     expected = [0.5, 0.75, 1, 0.875, 0.75, 0.625, *[0.5] * 5]
     np.testing.assert_allclose([float(schedule(step)) / PEAK for step in range(11)], expected, rtol=1e-6)
+
+
+class Ids(keras.Model):
+    """Declares no types; returns what an Embedding would look up."""
+
+    def call(self, inputs: Any) -> Any:
+        return tf.cast(inputs, tf.int32)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_ids_keep_their_values_in_a_model_that_declares_no_types(precision: str) -> None:
+    with precision_policy(precision):
+        model = Ids()
+    for dtype in (tf.int32, tf.int64):
+        ids = tf.constant([[257, 4097, 65_535, 2**24]], dtype)
+        np.testing.assert_array_equal(ids, model(train_step.cast_features(model, ids)))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"2\^24"):
+        train_step.cast_features(model, tf.constant([2**24 + 1], tf.int64))
+
+
+def test_a_weight_decay_of_0_turns_it_off() -> None:
+    for name in ("adam", "adamw"):
+        assert not optimizers.build_optimizer(configured(name=name, weight_decay=0.0)).weight_decay
 
 
 def test_a_pattern_that_names_no_weight_is_refused() -> None:
