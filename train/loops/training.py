@@ -12,6 +12,7 @@ from train.loops import steps
 from train.loops.actions import CheckFinite, EndTraining, Evaluate, KeepSnapshot, Save, Trace
 from train.loops.loop import Action, Stop
 from train.loops.replica_check import FlipBit, ReplicaCheck, copied_variables
+from train.model import models
 from train.saving.checkpoint import CheckpointManager, Encoded
 from train.saving.snapshots import MemorySnapshots
 from train.saving.trees import rate_variable
@@ -54,8 +55,12 @@ class Setup:
 
     def restore(self) -> int:
         """Restore the newest state that all tasks agree on, if there is one; return the number of its steps."""
-        self.checkpoint.generation = self.context.generation
-        return self.checkpoint.restore(self.gather, self.snapshots)
+        context, rate = self.context, rate_variable(self.policy.optimizer)
+        self.checkpoint.generation = context.generation
+        first = self.checkpoint.restore(self.gather, self.snapshots)
+        if rate is not None and not context.config.callbacks and models.find_override(context.model) != "train_step":
+            rate.assign(self.rate)  # the user's optimizer function may have another one since the checkpoint
+        return first
 
 
 class Training:

@@ -29,6 +29,7 @@ def resolve_config(
     task on another machine; 0 for those of this machine. Raises UsageError if the preset or an option is unknown (the
     message offers the nearest name), or a value is out of range.
     """
+    resumes = base is not None
     if base is None:
         built_in = presets.list_presets()
         references.check_reference("--preset", preset, built_in)
@@ -44,7 +45,10 @@ def resolve_config(
         name = argument.split("=", 1)[0].replace("_", "-")
         if argument.startswith("--") and not {name, re.sub(r"^--(.+\.)?no-", r"--\1", name)} & known:
             raise UsageError(f"override {argument!r} is not an option of the training config{nearest(name, known)}")
-    return _parse(base, overrides).check().check_references().pin(cores)
+    config = _parse(base, overrides)
+    if resumes and config.precision != base.precision and not any(word.startswith("--onednn") for word in overrides):
+        config = dataclasses.replace(config, onednn="auto")  # the run's choice was for its precision
+    return config.check().check_references().pin(cores)
 
 
 def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:

@@ -21,7 +21,7 @@ from cluster.system.errors import UsageError
 from cluster.system.json_files import read_json_lines
 
 _OTHER_EXAMPLES, _OTHER_VARIABLES = "it would skip or repeat data", "its checkpoint would not fit"
-SWITCHES = ("optimizer.ema", "optimizer.momentum", "callbacks")
+SWITCHES = ("optimizer.ema", "optimizer.momentum")
 """The options whose presence, not value, decides which variables a checkpoint has."""
 FIXED = {
     **dict.fromkeys(("dataset", "source", "seed", "global_batch"), _OTHER_EXAMPLES),

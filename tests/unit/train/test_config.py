@@ -244,6 +244,13 @@ def test_onednn_is_off_in_fp16(model):
         assert TrainConfig(model=model, deterministic=deterministic, precision="fp16").pin().onednn == "off"
 
 
+def test_a_resumed_run_chooses_kernels_again_for_another_precision():
+    run = TrainConfig(onednn="avx512", model="tests.support.small_training:new_model")
+    for words, onednn in ([], "avx512"), (["--precision", "fp16"], "off"), (["--precision=bf16"], "off"):
+        assert onednn == resolve_config("", words, run).onednn
+    assert "on" == resolve_config("", ["--precision", "bf16", "--onednn", "on"], run).onednn
+
+
 @pytest.mark.parametrize(("onednn", "precision"), [("avx2", "bf16"), ("avx2", "fp16"), ("avx512", "fp16")])
 def test_instructions_without_kernels_of_a_precision_are_refused(onednn, precision):
     with pytest.raises(UsageError, match="--onednn"):

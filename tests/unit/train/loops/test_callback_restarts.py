@@ -15,6 +15,7 @@ from tensorflow import keras
 
 from cluster.system.json_files import read_json, read_json_lines
 from tests.support.callback_training import CONFIG, EPOCH_ENDS, Killed
+from train.config import Optimizer
 
 
 class Draws(keras.callbacks.Callback):
@@ -122,6 +123,17 @@ def test_another_configured_rate_replaces_the_one_that_callbacks_have_set(train)
     for end, rate in ((1, 0.1), (2, 0.1), (3, 0.4)):
         train(EPOCH_ENDS[end], Halve(), optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=rate))
     np.testing.assert_allclose(rates, [0.1, 0.05, 0.4])
+
+
+def test_a_resumed_run_takes_the_rate_of_an_optimizer_function(train, own_parts):
+    moved = []
+    for end, rate in ((1, 0.1), (2, 0.1), (3, 0.4)):
+        own_parts.optimizer = lambda _rate, own=rate: keras.optimizers.SGD(own)
+        run = train(end, callbacks="", optimizer=Optimizer("own_parts:optimizer")).run
+        saved = tf.train.load_checkpoint(str(run.checkpoints / f"ckpt-{end}"))
+        (bias,) = (key for key, shape in saved.get_variable_to_shape_map().items() if shape == [1])
+        moved.append(saved.get_tensor(bias)[0])
+    np.testing.assert_allclose(moved, [-0.1, -0.2, -0.6], rtol=1e-5)  # by the rate at each step
 
 
 class Epochs(keras.callbacks.Callback):
