@@ -48,6 +48,8 @@ class ModelBlock:
 
 def split_model(model: keras.Model) -> list[ModelBlock]:
     """Return the blocks of a Sequential or functional model with one input and one output."""
+    if not getattr(type(model).call, "__module__", "").startswith("keras."):
+        raise UsageError(f"--strategy pipeline: {type(model).__name__} overrides call, which stages would leave out")
     if isinstance(model, keras.Sequential):
         model = model._functional
     if not isinstance(model, keras.Model) or not hasattr(model, "_nodes_by_depth") or len(model.inputs) != 1:

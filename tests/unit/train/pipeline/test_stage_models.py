@@ -86,6 +86,16 @@ def test_attention_counts_its_scores():
     assert long.parameter_bytes == short.parameter_bytes
 
 
+def test_a_model_that_overrides_its_call_is_refused():
+    class Scaled(keras.Model):
+        def call(self, inputs, training=None):
+            return super().call(inputs / 255, training=training)
+
+    inputs = keras.Input((2,))
+    with pytest.raises(UsageError, match="Scaled overrides call"):
+        model_blocks.split_model(Scaled(inputs, keras.layers.Dense(1)(inputs)))
+
+
 def test_memory_changes_the_cut_or_refuses_it():
     free = stage_models.describe_partition(new_model(), config(), 3)
     assert free["memory_bytes"] is None
