@@ -3,6 +3,8 @@
 After a restart they begin again, and every task draws the same, so that neither bits nor masks are those promised.
 """
 
+import functools
+import sys
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -26,6 +28,21 @@ DRAWING = frozenset(
 )
 ASSIGNING = frozenset({"AssignAddVariableOp", "AssignVariableOp"})
 """In a dataset, those of a random layer of Keras, which counts its draws."""
+
+
+def warn_of_drawing(where: str, graph: tf.Graph) -> None:
+    """Warn once of a graph that draws random numbers; `where` names its function."""
+    if drawing := find_operations(graph) & DRAWING:
+        _warn(where, min(drawing))
+
+
+@functools.cache
+def _warn(where: str, operation: str) -> None:
+    print(
+        f"warning: {where} draws by TensorFlow's {operation}, which begins again after a restart and is the same in "
+        "every task; use keras.random with a keras.random.SeedGenerator",
+        file=sys.stderr,
+    )
 
 
 def find_operations(graph: tf.Graph) -> set[str]:

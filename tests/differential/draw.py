@@ -31,9 +31,9 @@ DTYPES = {
 LAYERS = (
     "batch_norm", "layer_norm", "l2", "constraint", "mean_loss", "sum_loss", "activity", "shared", "residual", "nested",
     "frozen", "counter", "running_mean", "spectral", "dropout", "tied", "subclass", "variable", "double", "pretrained",
-    "blocks", "detached",
+    "blocks", "detached", "own_optimizer",
 )  # fmt: skip
-DRAWN_LATER = ("tied", "subclass", "variable", "double", "pretrained", "blocks", "detached")
+DRAWN_LATER = ("tied", "subclass", "variable", "double", "pretrained", "blocks", "detached", "own_optimizer")
 """Layers that do not suit every case, or were added later, which must not change the cases of earlier seeds."""
 CANCELLED = ("hidden/bias", "batch_normalization/moving_mean", "hidden_bias_average")
 """Ends of the paths of what batch normalization subtracts again: the gradient is rounding alone, and so is the step of

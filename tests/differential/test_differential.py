@@ -21,6 +21,7 @@ CASES = (
     "182",  # a mask reaches the output with replicas, which are killed once
     "2",  # weights of examples, clipping and micro-batches in fit
     "3",  # three stages by 1F1B
+    "2232:micro_batches=1;callbacks='';layers=('own_optimizer',)",  # a clipping optimizer in a dictionary of a model
     "7",  # rows of an embedding, frozen layers and a batch of two epochs, in fit on two replicas
 )
 """Cases of `make test`, each of one task."""

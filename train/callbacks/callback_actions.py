@@ -79,6 +79,7 @@ class Callbacks(Action):
             raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
         self._made = [plain_values.encode_attributes(callback)[0] for callback in self._callbacks]
         self._lost: set[str] = set()
+        self._trained = [weight.path for weight in self._model.trainable_variables]
         encoded = state.encoded.numpy()
         self._progress = CallbackProgress(**plain_values.decode_value(encoded)) if encoded else CallbackProgress()
         if rate is not None and rate != self._progress.rate:  # a resumed run may have another one
@@ -141,6 +142,12 @@ class Callbacks(Action):
     def begin_epoch(self, step: int) -> None:
         self._progress.epoch, self._progress.steps, self._progress.sums = self._context.epoch_of(step), 0, {}
         self._list.on_epoch_begin(self._progress.epoch)
+        self._note_stop()
+        if [weight.path for weight in self._model.trainable_variables] != self._trained:
+            raise UsageError(
+                f"--callbacks {self._context.config.callbacks!r} freeze or unfreeze layers, which changes nothing once "
+                "the step is compiled; train in two runs, by --freeze and --init-from"
+            )
 
     def before(self, step: int) -> None:
         self._list.on_train_batch_begin(step - self._context.epoch_begin(step))
@@ -166,6 +173,7 @@ class Callbacks(Action):
         self._list.on_test_begin()
         yield
         self._list.on_test_end({name.removeprefix("eval_"): value for name, value in self.report.results.items()})
+        self._note_stop()
 
     def end_epoch(self, step: int) -> None:
         logs = self._logs()
@@ -303,11 +311,12 @@ def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
             f"--callbacks {reference!r} returned {callbacks!r:.120}; expected a list of "
             f"{keras.callbacks.Callback.__module__.partition('.')[0]} callbacks (use `from tensorflow import keras`)"
         )
-    swaps = [item for item in callbacks if isinstance(item, getattr(keras.callbacks, "SwapEMAWeights", ()))]
-    if swaps and context.config.optimizer.ema_evaluate and optimizers.find_averages(context.model.optimizer):
+    swap = getattr(keras.callbacks, "SwapEMAWeights", ())
+    sets = [item for item in callbacks if isinstance(item, swap) or getattr(item, "restore_best_weights", False)]
+    if sets and context.config.optimizer.ema_evaluate and optimizers.find_averages(context.model.optimizer):
         raise UsageError(
-            f"--callbacks {reference!r} has SwapEMAWeights, and evaluations use the optimizer's averages already: add "
-            "--optimizer.no-ema-evaluate, or leave the callback out"
+            f"--callbacks {reference!r}: {type(sets[0]).__name__} sets weights to evaluate, and evaluations use the "
+            "optimizer's averages instead: add --optimizer.no-ema-evaluate, or leave that out"
         )
     backups = [item for item in callbacks if type(item) is keras.callbacks.BackupAndRestore]
     if backups and context.chief:

@@ -1,5 +1,7 @@
 """`--loop custom`: our own loop, many steps in one `tf.function`."""
 
+import functools
+
 from tensorflow import keras
 
 from cluster.contract.recovery import step_record
@@ -8,6 +10,7 @@ from train.context import TaskContext
 from train.data.batches import VirtualShards
 from train.data.feeds import train_feed
 from train.elastic.shard_step import ElasticTrainStep
+from train.loops import compiling
 from train.loops.loop import Loop, Steps, Stop
 from train.loops.parameter_server import AsynchronousSteps
 from train.loops.steps import SynchronousSteps
@@ -52,7 +55,8 @@ def train(setup: Setup, rehearsed: Steps | None = None) -> None:
     if config.callbacks:
         with context.strategy.scope():  # callbacks ask the model for its optimizer
             # The base class's method: a model's override may take other arguments.
-            keras.Model.compile(context.model, optimizer=setup.policy.optimizer, jit_compile=False)
+            compile_with = functools.partial(keras.Model.compile, context.model)
+            compiling.compile_model(context, setup.policy.optimizer, compile_with)
     training = Training(setup, first, pipeline.evaluation if pipeline else context.new_evaluation)
     training.begin()
     loop = Loop(

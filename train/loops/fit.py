@@ -2,15 +2,10 @@
 
 It is Keras 3's `fit`, patched for several tasks by `train/patches/`, or under parameter servers, which Keras 3 does not
 support, tf_keras's. The choice is made before TensorFlow is imported (`train/startup/preload.py`).
-
-Shapes: B replica batch, K outputs.
 """
 
 import contextlib
-import inspect
-import sys
 import time
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,19 +15,17 @@ from tensorflow import keras
 
 from cluster.contract.run.records import Place
 from cluster.system.errors import UsageError
-from train import named
+from train import random_operations
 from train.context import TaskContext
 from train.data.batches import Batch, BatchSlice, Replicas, rebatch
+from train.loops import compiling
 from train.loops.loop import Loop, Stop
 from train.loops.steps import LoopResult
-from train.loops.train_step import cast_features, cast_outputs
+from train.loops.train_step import cast_features
 from train.loops.training import Setup, Training
-from train.model import masks, models
+from train.model import layer_state
 from train.model.export import is_legacy
 from train.model.gradients import GradientPolicy
-from train.model.layer_state import variables_of
-from train.model.objectives import PerExample
-from train.named import Named
 from train.patches import batch_normalization, central_storage, layer_aggregation, placed_seeds
 from train.telemetry.step_timer import Times
 
@@ -43,7 +36,7 @@ def train(context: TaskContext) -> None:
     with context.strategy.scope():
         batch_normalization.synchronize_batch_normalization(model, context.strategy.num_replicas_in_sync)
         if not is_legacy() and context.strategy.num_replicas_in_sync > 1:
-            for variable in variables_of(model):
+            for variable in layer_state.variables_of(model):
                 layer_aggregation.aggregate(variable)  # as `LayerState` does in the custom loop
                 if variable.aggregation == "sum":
                     layer_aggregation.add_changes(variable)
@@ -51,6 +44,9 @@ def train(context: TaskContext) -> None:
     optimizer = setup.policy.optimizer
     if config.micro_batches == 1:
         setup.policy.install(model.trainable_variables)
+        if not is_legacy():
+            for owned in layer_state.own_optimizers(model).values():
+                GradientPolicy(owned).install(owned._trainable_variables)
     first = setup.restore()
     if not is_legacy():
         central_storage.let_replicas_assign([*model.variables, *optimizer.variables])
@@ -58,9 +54,7 @@ def train(context: TaskContext) -> None:
         micro_batches = MicroBatches(context, setup.policy) if config.micro_batches > 1 else None
         if not micro_batches and not context.asynchronous:  # under parameter servers Keras logs only epochs
             separate_steps(model, first)
-        # XLA over collectives on CPU crashes the process.
-        model.compile(optimizer, **compile_arguments(context), jit_compile=False)
-        model.optimizer = optimizer  # without Keras's loss scaling, see `train/model/gradients.py`
+        compiling.compile_model(context, optimizer, model.compile)
     evaluation = context.new_evaluation()  # here, because `fit` would create it in the strategy's scope
     training = Training(setup, first, lambda: evaluation)
     setup.checkpoint.prepare()
@@ -80,62 +74,6 @@ def train(context: TaskContext) -> None:
     training.end(loop.step, callback.stop)
 
 
-def compile_arguments(context: TaskContext) -> dict[str, Any]:
-    """Return the losses and metrics for `compile`: one, or one for each of several outputs.
-
-    As in the custom loop, scores are unweighted, and of several heads only the first one's score is computed.
-    """
-    objective, classifies, shapes = context.objective, context.source.classifies, context.source.label_shape
-    heads: Named = objective.heads or objective
-    losses = named.each(lambda head, *labels: _Loss(_compared(head.loss, *labels)), heads, classifies, shapes)
-    if not objective.heads:
-        score = _Score(_compared(objective.score, classifies, shapes), objective.score_name)
-        return {"loss": losses, "metrics": [score]}
-    name, first = next(iter(objective.heads.items()))
-    # With several heads, Keras prefixes a metric's name with the head's.
-    score_name = first.score_name if len(classifies) > 1 else objective.score_name
-    return {
-        "loss": losses,
-        "loss_weights": named.each(lambda head: head.weight, heads),
-        "metrics": {name: [_Score(_compared(first.score, classifies[name], shapes[name]), score_name)]},
-    }
-
-
-def _compared(function: PerExample, classifies: bool, label_shape: tuple[int, ...]) -> PerExample:
-    """Return a function of labels, which Keras may have changed to the rank and type of the outputs, and outputs."""
-
-    def compare(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:
-        labels = tf.reshape(labels, [-1, *label_shape])
-        return function(tf.cast(labels, tf.int64) if classifies else labels, cast_outputs(outputs_BK))
-
-    return compare
-
-
-class _Loss(keras.losses.Loss):
-    def __init__(self, function: PerExample) -> None:
-        super().__init__(name="loss")
-        self._function = function
-
-    def __call__(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
-        """Return the mean. Hide the mask, which Keras would apply again, by each replica's number of positions."""
-        self._mask = masks.mask_of(y_pred)
-        return super().__call__(y_true, tf.identity(y_pred), sample_weight)
-
-    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        if self._mask is not None:
-            y_pred._keras_mask = self._mask
-        return self._function(y_true, y_pred)
-
-
-class _Score(keras.metrics.Mean):
-    def __init__(self, function: PerExample, name: str) -> None:
-        super().__init__(name)
-        self._function = function
-
-    def update_state(self, y_true: tf.Tensor, y_pred: tf.Tensor, **_weights: Any) -> Any:
-        return super().update_state(self._function(y_true, y_pred))
-
-
 def separate_steps(model: keras.Model, first: int) -> None:
     """Make Keras log each step's loss and score, as the custom loop does, instead of means over the epoch so far.
 
@@ -143,7 +81,7 @@ def separate_steps(model: keras.Model, first: int) -> None:
     counted here from `first`, as a model's `train_step` may use other optimizers than the run's. Call inside the
     strategy's scope.
     """
-    train_step = model.train_step
+    train_step, owner = model.train_step, f"{type(model).__name__}.train_step"
     done = tf.Variable(first, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
 
     def separate(data: Any) -> Any:
@@ -151,7 +89,14 @@ def separate_steps(model: keras.Model, first: int) -> None:
             metric.reset_state()
         step = tf.convert_to_tensor(done)
         with placed_seeds.random_place(step, _replica()):
-            logs = train_step(data)
+            try:
+                logs = train_step(data)
+            except ValueError as error:
+                if "Unknown variable" not in str(error):
+                    raise
+                advice = "build its layers where the model is made, such as by keras.Input"
+                raise UsageError(f"--loop fit: a layer creates weights in {owner}: {advice}") from None
+        random_operations.warn_of_drawing(owner, tf.compat.v1.get_default_graph())
         done.assign(step + 1)
         return logs
 
@@ -191,49 +136,6 @@ class MicroBatches:
 
 def _replica() -> tf.Tensor:
     return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-
-
-def check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) -> None:
-    """Check that a model can be trained in micro-batches by this loop."""
-    option = f"--micro-batches {micro_batches} with --loop fit"
-    if method := models.find_override(model):
-        raise UsageError(
-            f"{option}: {type(model).__name__} overrides {method}, which takes whole batches; leave --micro-batches out"
-        )
-    if replicas > 1 and any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
-        raise UsageError(f"{option}: BatchNormalization over {replicas} replicas needs --loop custom")
-
-
-def check_optimizers(model: keras.Model) -> None:
-    """Check that no optimizer of the model itself would create variables in `train_step`, which no checkpoint has."""
-    parts = {name: part for name, part in vars(model).items() if isinstance(part, keras.optimizers.Optimizer)}
-    parts.pop("optimizer", None)  # of the model's own `compile`: the run's replaces it
-    if unbuilt := [name for name, optimizer in parts.items() if not optimizer.built]:
-        raise UsageError(
-            f"--loop fit: {type(model).__name__}.{unbuilt[0]} has no variables yet; call its build(variables) where "
-            "the model is made"
-        )
-
-
-def warn_of_sum(model: keras.Model, replicas: int) -> None:
-    """Warn of a `train_step` that does not divide its loss by the number of replicas, whose gradients are summed."""
-    theirs = [vars(each).values() for each in type(model).__mro__ if not each.__module__.startswith("keras.")]
-    methods = [getattr(method, "python_function", method) for methods in theirs for method in methods]
-    used = set().union(*(_names_in(method.__code__) for method in methods if inspect.isfunction(method)))
-    scaling = {"compute_loss", "_compute_loss", "compute_average_loss", "scale_loss_for_distribution"}
-    scaling |= {"num_replicas_in_sync", "train_step"}  # the last for `super().train_step`
-    if replicas > 1 and models.find_override(model) == "train_step" and not scaling & used:
-        print(
-            f"warning: the gradients of {replicas} replicas are added up, and {type(model).__name__}.train_step does "
-            "not divide its loss by their number, as compute_loss does; divide it by "
-            "tf.distribute.get_strategy().num_replicas_in_sync, but not what its metrics are given",
-            file=sys.stderr,
-        )
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 class ActionsCallback(keras.callbacks.Callback):
@@ -335,7 +237,7 @@ class ActionsCallback(keras.callbacks.Callback):
         self._end_call(seconds, None)
 
     def _add(self, count: int, logs: Mapping[str, Any] | None) -> dict[str, float]:
-        values = {name: float(value) for name, value in (logs or {}).items()}
+        values = {name: float(value) for name, value in (logs or {}).items() if np.size(value) == 1}
         if "loss" not in values:
             raise UsageError(
                 f"--model {self._context.config.model}: its train_step returned {', '.join(values) or 'nothing'}; "

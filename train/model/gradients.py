@@ -151,7 +151,11 @@ class GradientPolicy:
             optimizer.apply_gradients = apply_gradients
             return
         summed_gradients.take_summed_gradients(optimizer)
-        optimizer.apply = lambda gradients, variables: self.apply(self.sum(gradients), variables)
+
+        def apply(grads: Gradients, trainable_variables: Sequence[Any] | None = None) -> None:
+            self.apply(self.sum(grads), trainable_variables or optimizer._trainable_variables)
+
+        optimizer.apply = apply
         optimizer.scale_loss = lambda loss: loss if (scale := self.loss_gradient) is None else loss * scale
 
     def check_scale(self, step: int) -> None:

@@ -65,6 +65,22 @@ def _variables_in(value: Any) -> dict[str, tf.Variable]:
     return {key + place: variable for key, part in found.items() for place, variable in _variables_in(part).items()}
 
 
+def own_optimizers(model: keras.Model) -> dict[str, Any]:
+    """Return the optimizers that a model applies in its `train_step`, by attribute, also those in a list or dictionary.
+
+    That of the model's own `compile` is left out, as the run's replaces it.
+    """
+    owned: dict[str, Any] = {}
+    for name, value in vars(model).items():
+        if name.startswith("_self_"):  # TensorFlow's own tracking
+            continue
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        optimizers = [part for part in parts if isinstance(part, tf.keras.optimizers.Optimizer)]
+        owned |= {f"{name}[{at}]" if at else name: optimizer for at, optimizer in enumerate(optimizers)}
+    owned.pop("optimizer", None)
+    return owned
+
+
 def find_assigned(variables: Mapping[str, tf.Variable], graph: tf.Graph) -> dict[str, tf.Variable]:
     """Return the variables that a graph assigns outside of its functions and conditions."""
     assignments = [operation for operation in graph.get_operations() if operation.type.startswith("Assign")]

@@ -111,9 +111,10 @@ def _move(backup: Any, folder: str) -> None:
 
 
 def _save(checkpoint: Any, epoch: int, batch: int | None, logs: Any) -> None:
-    """Save the model on the chief, and on other tasks if the path is in their working folder."""
-    elsewhere = _is_chief(checkpoint.model) is False and _in_task_folder(checkpoint.filepath) is None
-    path = checkpoint.filepath
+    """Save the model on the chief, and on other tasks if the path is in their working folder or has their name."""
+    path, task = checkpoint.filepath, os.environ.get("TASK", "")
+    own = (task and task in path) or _in_task_folder(path) is not None
+    elsewhere = _is_chief(checkpoint.model) is False and not own
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if elsewhere else contextlib.nullcontext() as folder:
         checkpoint.filepath = str(Path(folder, Path(path).name)) if folder else path
         try:

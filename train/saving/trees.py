@@ -129,6 +129,9 @@ def parts_of_model(model: Any) -> dict[str, Any]:
     known = {id(variable) for variable, _ in found}
     # Without the states of random generators, from which steps do not draw.
     variables = [*map(unwrap, model.weights), *layer_state.tensorflow_variables(model).values()]
+    if hasattr(model, "metrics_variables"):  # not tf_keras, which hides nothing
+        optimizers = layer_state.own_optimizers(model).values()
+        variables += [unwrap(variable) for optimizer in optimizers for variable in optimizer.variables]
     untracked = tf.Module()
     for number, variable in enumerate(variables):
         if id(variable) not in known:

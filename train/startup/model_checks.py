@@ -24,7 +24,6 @@ from train.config import TrainConfig
 from train.data import feeds, opening
 from train.data.batches import BatchSlice
 from train.data.sources import Source
-from train.loops import fit
 from train.model import input_types, layer_state, masks, models, objectives, optimizers
 from train.model.export import is_legacy
 from train.model.objectives import Averaged, Objective
@@ -32,7 +31,7 @@ from train.named import Named
 from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
 from train.pipeline.stage_models import describe_partition, without_values
 from train.settings import parts
-from train.startup import preload, primitives
+from train.startup import fit_checks, preload, primitives
 from train.strategy import precision_policy
 
 EXAMPLES = 2
@@ -80,11 +79,8 @@ def check_parts(
         model = new_model()
         optimizers.check_replicas(optimizers.build_for_model(config, model), config.optimizer.name, replicas)
         _check_state(model, source.feature_shape, num_parts, config)
-        if config.loop == "fit" and config.micro_batches > 1:
-            fit.check_micro_batches(model, replicas, config.micro_batches)
-        if config.loop == "fit" and not config.needs_tf_keras(strategy):
-            fit.check_optimizers(model)
-            fit.warn_of_sum(model, replicas)
+        if config.loop == "fit":
+            fit_checks.check_model(config, model, strategy, replicas)
     _check_gradients(config, model, source.feature_shape, cut=bool(stages))
     _check_ranges(config, model, source)
     if getattr(model, "compiled", False):
@@ -109,8 +105,10 @@ def check_parts(
             f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
         )
     graph = check_objective(config, objective, source, outputs, strategy=strategy, num_parts=num_parts)
+    random_operations.warn_of_drawing(f"--loss {config.loss!r}", graph)
     model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
     _warn_of_tensorflow(config, model, model_graph)
+    _check_assigned_weights(config, model, model_graph, 0 if stages else num_parts)
     if config.loop == "fit" and (method := models.find_override(model)):
         unverified = {instructions: [f"the model's {method}"] for instructions in preload.LARGEST_ISA}
     else:
@@ -180,6 +178,26 @@ def _check_state(model: keras.Model, feature_shape: Named, num_parts: int, confi
             )
 
 
+def _check_assigned_weights(config: TrainConfig, model: keras.Model, graph: tf.Graph, num_parts: int) -> None:
+    """Check that no layer assigns weights, which a step of several parts does not merge as it merges layers' state."""
+    if num_parts < 2 or is_legacy():
+        return
+    layers = list(model._flatten_layers())
+    # The parts of a step make it the same.
+    normalized = {id(layer.kernel) for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)}
+    weights = {weight.path: weight for layer in layers for weight in layer._trainable_variables}
+    variables = {path: weight.value for path, weight in weights.items() if id(weight) not in normalized}
+    for path in layer_state.find_assigned(variables, graph):
+        problem = f"--model {config.model!r}: a layer assigns the weight {path}, which each replica or micro-batch does"
+        if config.micro_batches > 1 or config.bitwise_elastic:
+            raise UsageError(f"{problem} by itself; make it with add_weight(trainable=False)")
+        print(
+            f"warning: {problem} by itself; if the value depends on the examples, make it with "
+            "add_weight(trainable=False)",
+            file=sys.stderr,
+        )
+
+
 def _check_gradients(config: TrainConfig, model: keras.Model, feature_shape: Named, *, cut: bool) -> None:
     """Check that stages and virtual shards, which differentiate in their own way, do so as one device does."""
     if not cut and not config.bitwise_elastic:
@@ -235,12 +253,7 @@ def _warn_of_tensorflow(config: TrainConfig, model: keras.Model, graph: tf.Graph
             "it with add_weight, or with trainable=False if it is not to be trained",
             file=sys.stderr,
         )
-    if drawing := random_operations.find_operations(graph) & random_operations.DRAWING:
-        print(
-            f"warning: --model {config.model!r} draws by TensorFlow's {min(drawing)}, which begins again after a "
-            "restart and is the same in every task; use keras.random with a keras.random.SeedGenerator",
-            file=sys.stderr,
-        )
+    random_operations.warn_of_drawing(f"--model {config.model!r}", graph)
 
 
 def _trace_model(model: keras.Model, feature_shape: Named, *, cut: bool, training: bool = True) -> Any:

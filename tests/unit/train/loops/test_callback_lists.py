@@ -11,9 +11,11 @@ from tensorflow import keras
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import UsageError
 from tests.support import own_module
+from train import patches
 from train.callbacks.callback_actions import build_callbacks
 from train.config import Optimizer, TrainConfig
 from train.model import optimizers
+from train.patches import callback_files
 
 
 @pytest.fixture
@@ -48,16 +50,31 @@ def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
     assert "BackupAndRestore" in capsys.readouterr().out
 
 
-def test_averages_of_weights_are_swapped_in_by_the_evaluation_or_by_a_callback(own_parts):
-    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+@pytest.mark.parametrize(
+    "swap",
+    [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), keras.callbacks.EarlyStopping(restore_best_weights=True)],
+)
+def test_evaluated_weights_are_chosen_by_the_averages_or_by_a_callback(own_parts, swap):
     own_parts.callbacks = lambda run, task: [swap]
     own_parts.optimizer = lambda rate: keras.optimizers.SGD(0.1, use_ema=True)
     own = Optimizer("own_parts:optimizer")
     for both_swap in (Optimizer(ema=0.9), own):
-        with pytest.raises(UsageError, match="SwapEMAWeights"):
+        with pytest.raises(UsageError, match=type(swap).__name__):
             build_callbacks(_as_far_as_build(both_swap))
     for one_swaps in (Optimizer(ema=0.9, ema_evaluate=False), replace(own, ema_evaluate=False), Optimizer()):
         assert [swap] == build_callbacks(_as_far_as_build(one_swaps))
+
+
+@pytest.mark.parametrize(("name", "writes"), [("best.weights.h5", False), ("worker-0.weights.h5", True)])
+def test_a_worker_saves_models_only_to_files_with_its_name(monkeypatch, tmp_path, name, writes):
+    """Others are the chief's, which would write the same file at the same time."""
+    patches.apply()
+    monkeypatch.setenv("TASK", "worker-0")
+    monkeypatch.setattr(callback_files, "_is_chief", lambda model: False)
+    saves = keras.callbacks.ModelCheckpoint(str(tmp_path / name), save_weights_only=True)
+    saves.set_model(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+    saves.on_epoch_end(0, {})
+    assert writes == (tmp_path / name).exists()
 
 
 def _as_far_as_build(optimizer: Optimizer | None = None) -> Any:

@@ -89,7 +89,7 @@ class Measures(keras.Model):
             outputs = self(features, training=True)
             loss = tf.reduce_mean(outputs)
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"loss": loss, "largest": tf.reduce_max(tf.abs(labels))}
+        return {"loss": loss, "largest": tf.reduce_max(tf.abs(labels)), "by_class": tf.ones([3])}
 
 
 class Nameless(Measures):
@@ -106,6 +106,62 @@ def test_fit_logs_what_a_train_step_returns(train):
 def test_a_train_step_without_a_loss_is_refused(train):
     with pytest.raises(UsageError, match="d_loss"):
         train(5, loop="fit", model=Nameless)
+
+
+class Late(Measures):
+    """Has a layer that only its `train_step` calls."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        if not hasattr(self, "late"):
+            self.late = keras.layers.Dense(1)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.late(data[0]))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_weights_that_a_train_step_creates_are_refused(train):
+    with pytest.raises(UsageError, match=r"Late.train_step"):
+        train(5, loop="fit", model=Late)
+
+
+@pytest.mark.parametrize("loop", ["custom", "fit"])
+def test_callbacks_may_evaluate_copy_and_save_the_model(train, tmp_path, loop):
+    found = []
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            features = np.random.default_rng(0).normal(size=(18, 2)).astype(np.float32)[:7]
+            found.append((self.model.evaluate(features, features[:, 0], verbose=0), logs))
+            self.model.save(tmp_path / "model.keras")
+            copies = [keras.models.clone_model(self.model), keras.models.load_model(tmp_path / "model.keras")]
+            copies[0].set_weights(self.model.get_weights())
+            for copy in copies:
+                np.testing.assert_array_equal(copy.predict(features, verbose=0), self.model(features))
+
+    train(5, Evaluates(), loop=loop)
+    (evaluated, logs), *_ = found
+    np.testing.assert_allclose(evaluated, [logs["val_loss"], logs["val_absolute_error"]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("loop", ["custom", "fit"])
+def test_a_stop_at_the_beginning_of_an_epoch_ends_the_training(train, loop):
+    class Stops(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == 1
+
+    assert 5 < train(25, Stops(), loop=loop).steps < 9
+
+
+def test_callbacks_that_freeze_layers_are_refused(train):
+    """The step is compiled for the layers that train; only a restart would compile it again."""
+
+    class Freezes(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.model.layers[-1].trainable = epoch < 1
+
+    with pytest.raises(UsageError, match="--freeze"):
+        train(25, Freezes())
 
 
 def test_a_loss_of_fit_that_is_not_finite_ends_the_run(train, own_parts):

@@ -76,6 +76,20 @@ class Noisy(keras.Model):
         return {"loss": keras.random.uniform((), seed=self.generator)}
 
 
+class Careless(Noisy):
+    def train_step(self, _data: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        return {"loss": tf.random.normal(())}
+
+
+def test_a_step_that_draws_from_tensorflow_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Careless()
+    model.compile("sgd", "mse")
+    fit.separate_steps(model, 0)
+    for size in (1, 2):
+        model.train_on_batch(tf.ones([size, 2]), tf.ones([size, 1]))
+    assert 1 == capsys.readouterr().err.count("Careless.train_step draws by")
+
+
 def test_a_step_of_fit_draws_by_its_number_with_any_optimizer() -> None:
     drawn: dict[int, list[float]] = {}
     for first in (0, 1):

@@ -74,11 +74,15 @@ def test_variables_in_lists_and_dictionaries_are_restored(tmp_path):
     def new() -> tuple[Parts, Blocks]:
         blocks = Blocks()
         model = keras.Sequential([keras.Input((4,)), blocks, keras.layers.Dense(2)])
+        model.own_optimizers = {"first": keras.optimizers.Adam()}
+        model.own_optimizers["first"].build(model.trainable_variables)
         return (model, keras.optimizers.Adam(), tf.Variable(0, dtype=tf.int64)), blocks
 
     own, blocks = new()
     own[0].set_weights([np.random.default_rng(0).normal(size=weight.shape) for weight in own[0].get_weights()])
     blocks.counts[0].assign(3.0)
+    for variable in own[0].own_optimizers["first"].variables:
+        variable.assign(variable + 4)
     saves = saving(tmp_path, own)
     saves.save(1)
     saves.wait()
@@ -86,6 +90,8 @@ def test_variables_in_lists_and_dictionaries_are_restored(tmp_path):
     assert 1 == saving(tmp_path, resumed[0]).restore()
     saved_weights.load_trained(evaluated[0][0], str(tmp_path / "ckpt-1"))
     saved_weights.load_trained(in_half[0][0], str(tmp_path / "ckpt-1"), as_trained=new()[0][0])
+    for variable in resumed[0][0].own_optimizers["first"].variables[2:]:
+        np.testing.assert_array_equal(variable, np.full(variable.shape, 4))
     for (model, *_), restored in (resumed, evaluated, in_half):
         assert restored.counts[0].numpy() == 3.0
         for mine, theirs in zip(own[0].get_weights(), model.get_weights(), strict=True):
