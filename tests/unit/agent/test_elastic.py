@@ -35,14 +35,11 @@ from tests.support.waiting import wait_for
         ({"worker-1"}, 9, None),
         ({"chief"}, 0, None),
         ({"chief", "worker-1"}, 0, None),
+        ({"ps-0"}, 0, None),
     ],
 )
 def test_a_run_continues_without_workers_as_long_as_enough_are_left(missing, min_workers, left_out):
-    assert left_out == elastic.leave_out(spec.build(3), missing, min_workers)
-
-
-def test_a_parameter_server_is_never_left_out():
-    assert elastic.leave_out(spec.build(2, 1), {"ps-0"}, 0) is None
+    assert left_out == elastic.leave_out(spec.build(3, len(missing & {"ps-0"})), missing, min_workers)
 
 
 def test_the_patience_with_a_flapping_task_grows_and_is_bounded():
@@ -176,24 +173,18 @@ def test_a_second_loss_adds_to_the_first_and_too_many_are_refused(without):
     assert ((), "") == (alone.members, members.variables(alone)["TF_CONFIG"])
 
 
-def test_a_loss_never_counts_as_a_failure_of_the_program(without):
+def test_a_loss_never_counts_as_a_failure_and_one_of_the_others_brings_nobody_in(without):
     assert [PLANNED] == [attempt.kind for attempt in attempt_limits.attempts_of_gang(without, 1)]
     assert 1 == attempt_limits.count_restarts(without, "chief")
-
-
-def test_a_failure_of_the_others_does_not_bring_in_who_was_left_out(without):
     recovery = restarter_of(without)
     recovery.restart_gang(1, recovery.end(1, EXTERNAL, "killed"))
     assert (2, {"worker-1"}) == (without.generation, membership.left_out(without))
 
 
-def test_the_agent_of_a_task_that_was_left_out_reports_no_death(without):
+def test_the_agent_of_a_task_that_was_left_out_reports_no_death_and_sigterm_ends_it_alone(without):
     HeartbeatWriter(without, without.load_cluster().task("worker-1"), 1).update(state="waiting")
     agent_of(without, "worker-1")._report_own_death()
     assert (1, None) == (without.generation, without.outcome)
-
-
-def test_sigterm_to_a_task_that_was_left_out_ends_its_agent_alone(without):
     with pytest.raises(SystemExit):
         agent_of(without, "worker-1")._act_on_terminate("")
     assert not without.stop_requested

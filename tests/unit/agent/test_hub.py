@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -133,10 +134,7 @@ def test_an_agent_sees_at_once_what_it_has_recorded(run, join):
 
 
 def test_without_a_hub_the_folder_is_read_each_time(run, join, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise OSError("no port")
-
-    monkeypatch.setattr(joining, "_listen", refuse)
+    monkeypatch.setattr(joining, "_listen", Mock(side_effect=OSError("no port")))
     boards = [join("chief"), join("worker-0")]
     assert [(0, None, False)] * 2 == [(each.generation, each.outcome, each.stop_requested) for each in boards]
     run.begin_generation(1)

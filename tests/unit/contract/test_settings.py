@@ -3,6 +3,7 @@
 import os
 import pwd
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,10 +48,7 @@ def test_without_a_folder_it_is_this_checkout_s(value, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("value", [None, "", "not/absolute"])
 def test_a_user_may_have_no_home_folder(value, monkeypatch, tmp_path):
-    def unknown(user: int) -> pwd.struct_passwd:
-        raise KeyError(user)
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     monkeypatch.delenv("HOME", raising=False)
     if value is not None:
         monkeypatch.setenv("HOME", value)

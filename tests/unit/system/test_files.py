@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -97,11 +98,7 @@ def test_a_record_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
 def test_a_write_that_is_interrupted_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "value.json"
     write_json(path, 1)
-
-    def interrupted(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
     for write in (write_json, create_json):
         with pytest.raises(KeyboardInterrupt):
             write(path, 2)

@@ -78,12 +78,9 @@ def test_ledgers_before_this_start_do_not_count():
     assert {"start": 6.0, "compile": 1.0, "other": 3.0} == split(10.0, before, now)
 
 
-def test_parts_never_make_more_than_the_whole():
+def test_parts_are_no_more_than_the_whole_and_never_negative_where_two_clocks_disagree():
     too_long = ledger(0, 1.0, 2.0, 10.0, step=5, timed_steps=4, seconds={"compute": 50.0})
     assert {"start": 1.0, "compile": 1.0, "compute": 8.0} == split(10.0, too_long)
-
-
-def test_no_part_is_negative_where_two_clocks_disagree():
     again = ledger(1, 9.0, 10.0, 12.0, first=1, step=2, timed_steps=1, seconds={"compute": 1.0})
     parts = split(20.0, ledger(0, 5.0, 6.0, 20.0), again, failures={1: 11.0})
     assert not [part for part, seconds in parts.items() if seconds < 0]

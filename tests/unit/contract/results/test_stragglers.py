@@ -78,10 +78,6 @@ def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy():
     assert ([8.0], [2.0], [5.5]) == (times.steps.tolist(), times.inputs.tolist(), times.busy.tolist())
 
 
-def test_before_any_step_there_is_nothing_to_report():
-    assert ({}, Pace()) == (StepTiming().recent(), StepTiming().generation())
-
-
 def test_the_heartbeat_reports_the_newest_steps_and_the_summary_of_all():
     seen = StepTiming()
     seen.add(Times(np.array([9.0]), np.array([3.0]), np.array([6.0])))
@@ -102,7 +98,8 @@ def test_however_many_steps_a_generation_has_the_newest_are_kept():
     assert (last + 1, last, last - (KEPT - 1) / 2) == (pace.steps, pace.step_ms["max"], pace.step_ms["p50"])
 
 
-def test_what_a_task_cannot_distinguish_is_none():
+def test_what_a_task_cannot_distinguish_is_none_as_is_anything_before_its_first_step():
     seen = StepTiming()
+    assert ({}, Pace()) == (seen.recent(), seen.generation())
     seen.add(Times(np.array([0.1, 0.3])))
     assert (None, None) == (seen.recent()["input_share"], seen.generation().busy_share)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -218,12 +219,8 @@ def test_no_container_sees_the_notes(resolved, docker, monkeypatch, tmp_path, se
 
 def test_a_resume_that_was_killed_while_it_wrote_the_records_can_be_tried_again(started, monkeypatch):
     run = started()
-
-    def killed(run: RunFolder) -> None:
-        raise SystemExit
-
     with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
-        patch.setattr(provenance, "write_note", killed)
+        patch.setattr(provenance, "write_note", Mock(side_effect=SystemExit))
         started(resume="mine", workers=2)
     assert 3 == len(run.load_cluster().tasks)
     copy = run.path.with_name("copy")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from invoke import Config, Context, Exit, MockContext, Result
@@ -19,7 +20,6 @@ from cluster.host.cli.command_line import Runner, report_errors
 from cluster.host.control import foreground
 from cluster.host.image import engine
 from cluster.host.launch import folders, planning, teardown, user_files
-from cluster.host.options.request import Request
 from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
 from cluster.system.errors import EXIT_USAGE, TimedOut
@@ -170,10 +170,7 @@ def test_waiting_too_long_ends_with_4_and_otherwise_as_the_run_did(make_run, cap
 
 
 def test_an_interrupt_ends_with_130(monkeypatch):
-    def interrupt(request: Request) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(planning, "plan", interrupt)
+    monkeypatch.setattr(planning, "plan", Mock(side_effect=KeyboardInterrupt))
     assert (130, "interrupted") == refusal("up")
 
 

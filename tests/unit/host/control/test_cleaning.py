@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,19 +97,14 @@ def test_only_old_runs_go_by_the_end_of_the_run(old):
     assert [False, False, True] == [run.path.exists() for run in (reported, copied, young)]
 
 
-def test_a_run_in_progress_stays(old, monkeypatch):
+def test_a_run_stays_that_another_command_holds_or_that_is_in_progress(old, monkeypatch):
     run = old("one")
+    with claim.hold_claim(run, "resumed"):
+        assert 1 == clean(older="7d", yes=True)
     monkeypatch.setattr(ending.teardown, "in_progress", lambda run: True)
     assert EXIT_USAGE == clean(run="one", yes=True)
     assert [] == ending.find_old_runs(run.path.parent, 0)
     assert ["one: run 'one' is in progress again; it stays"] == ending.delete_runs([run])
-    assert run.path.exists()
-
-
-def test_a_run_that_another_command_holds_stays(old):
-    run = old("one")
-    with claim.hold_claim(run, "resumed"):
-        assert 1 == clean(older="7d", yes=True)
     assert run.path.exists()
 
 
@@ -131,12 +127,8 @@ def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(old, m
 
 def test_a_deletion_that_was_interrupted_leaves_a_free_name(old, monkeypatch):
     run = old("one")
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", killed)
+        patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run.delete()
     assert run.incomplete

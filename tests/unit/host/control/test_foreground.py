@@ -4,6 +4,7 @@ import itertools
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -142,11 +143,7 @@ def test_watching_asks_no_engine(make_run, monkeypatch):
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run, monkeypatch, capsys, goes_on):
     run = make_run()
-
-    def begin(plan: object, sh: object, *, began: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(foreground.startup, "start_planned", begin)
+    monkeypatch.setattr(foreground.startup, "start_planned", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(foreground.teardown, "in_progress", lambda run: goes_on)
     with pytest.raises(KeyboardInterrupt):
         foreground.up(SimpleNamespace(run=run), Commands(), began=0.0)
@@ -157,15 +154,12 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run
 def test_an_interrupt_that_also_ends_the_reader_of_the_output_stops_a_run_and_a_second_one_kills_it(
     make_run, monkeypatch, scripted
 ):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     run = make_run(workers=0)
     if scripted:
         write_json(run.config, {"script": "train.py"})
         run.log("chief").write_text("a line of the script\n")
-    monkeypatch.setattr(foreground, "_watch", interrupt)
-    monkeypatch.setattr(foreground, "follow", interrupt)
+    for name in ("_watch", "follow"):
+        monkeypatch.setattr(foreground, name, Mock(side_effect=KeyboardInterrupt))
     end_reader(monkeypatch)
     assert EXIT_INTERRUPTED == foreground.attend(run, "local", 0, False, Commands())
     assert ("Ctrl-C", "stopped") == (run.stop_request.by, run.load_summary().state)

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -354,11 +355,7 @@ def test_a_stop_that_comes_between_the_clusters_is_not_lost(start_gang, scale, m
 
 def test_a_cluster_that_cannot_be_started_leaves_a_stopped_run(start_gang, scale, monkeypatch, capsys):
     gang = start_gang("train(3), work()", workers=1)
-
-    def fail(run: RunFolder) -> None:
-        raise OSError("no more processes")
-
-    monkeypatch.setattr(supervisor, "start_supervisor", fail)
+    monkeypatch.setattr(supervisor, "start_supervisor", Mock(side_effect=OSError("no more processes")))
     with pytest.raises(OSError, match="no more processes"):
         scale(gang, workers=2)
     assert ("stopped", False) == (read_json(gang.run.summary)["state"], gang.run.after_stop == "scale")

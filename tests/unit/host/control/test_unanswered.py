@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from invoke import Config, Context
@@ -127,10 +128,7 @@ def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(make_r
     run = make_run(workers=0)
     owner.create_owner(run, "docker")
     end(run, "succeeded")
-
-    def sh(command: str) -> None:
-        raise RunFailed("the engine is gone")
-
+    sh = Mock(side_effect=RunFailed("the engine is gone"))
     assert EXIT_DONE == foreground.attend(run, "docker", 0, False, sh)
     shown = capsys.readouterr()
     assert "succeeded: " in shown.out

@@ -124,10 +124,12 @@ def test_every_gpu_of_a_host_is_found_and_every_pair_that_nvlink_connects(nvidia
     assert machine.nvlinks == {(other, one) for one, other in machine.nvlinks if one != other}
 
 
-def test_incomplete_tables_are_read_as_far_as_possible():
+def test_incomplete_tables_are_read_as_far_as_possible_and_indices_as_numbers():
     text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\tN/A\tN/A\nGPU1\tNV4\t X \n"
     assert {("0", "1"), ("1", "0")} == nvidia.parse_nvlinks(text)
     assert set() == nvidia.parse_nvlinks("Not supported\n")
+    text = "".join(f"{index}, NVIDIA L4, 23034, Disabled\n" for index in (10, 9, 0))
+    assert ["0", "9", "10"] == [gpu.id for gpu in nvidia.parse_inventory(text)]
 
 
 def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi):
@@ -137,11 +139,6 @@ def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi)
     found = nvidia.read_machine("--gpus MIG-1,", with_instances=True).instances
     assert ["MIG 3g.20gb"] * 2 == [one.model for one in found]
     assert ["MIG-a8948c89", "MIG-d4c28c2e"] == [one.id[:12] for one in found]
-
-
-def test_indices_are_numbers():
-    text = "".join(f"{index}, NVIDIA L4, 23034, Disabled\n" for index in (10, 9, 0))
-    assert ["0", "9", "10"] == [gpu.id for gpu in nvidia.parse_inventory(text)]
 
 
 @pytest.mark.parametrize(

@@ -92,18 +92,13 @@ def test_a_folder_that_cannot_hold_an_environment_is_refused(tmp_path, sources, 
     assert not (folder / ".venv").exists()
 
 
-def test_what_pip_prints_is_shown_where_it_fails(tmp_path, sources):
+def test_what_pip_prints_is_shown_where_it_fails_and_make_install_links_the_command(tmp_path, sources):
     folder = tmp_path / "clones" / "one"
     shutil.copytree(sources, folder)
     assert "what pip prints" in make(folder, "setup", expect=2, PIP_CODE="1")
     assert not (folder / ".venv" / ".host").exists()
     assert "what pip prints" not in make(folder, "setup")
     assert (folder / ".venv" / ".host").exists()
-
-
-def test_make_install_links_the_command(tmp_path, sources):
-    folder = tmp_path / "clones" / "one"
-    shutil.copytree(sources, folder)
     assert "PATH" in make(folder, "install", f"BIN={tmp_path / 'bin'}")
     assert folder / "cluster" / "launcher.py" == (tmp_path / "bin" / "tf-cluster").resolve()
     assert os.access(tmp_path / "bin" / "tf-cluster", os.X_OK)

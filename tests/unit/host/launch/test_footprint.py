@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -78,10 +79,7 @@ def test_a_container_a_gpu_and_the_machine_must_hold_their_tasks(monkeypatch, li
 
 
 def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch):
-    def fail(*given: object, **more: object) -> None:
-        raise UsageError("no such model")
-
-    monkeypatch.setattr(user_code, "run", fail)
+    monkeypatch.setattr(user_code, "run", Mock(side_effect=UsageError("no such model")))
     value = plans.estimate_memory(plan())
     assert {"unknown": "no such model"} == value
     assert 1 == len(plans.memory_lines(value))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -106,13 +107,11 @@ def test_two_runs_are_in_two_networks_with_a_loopback_alone(private, start_gang)
 
 
 def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(make_run, monkeypatch, tmp_path):
-    def refuse() -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
     run = make_run(workers=0)
     started = {"command": ["touch", str(tmp_path / "started")], "environment": {}}
     write_json(run.compose, {"runtime": "local", "network": "private", "tasks": {"chief": started}})
-    monkeypatch.setattr(namespaces, "enter", refuse)
+    refused = PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(namespaces, "enter", Mock(side_effect=refused))
     with pytest.raises(PermissionError):
         supervisor.main(run)
     assert not (tmp_path / "started").exists()
@@ -143,14 +142,12 @@ def test_users_who_are_not_root_stay_who_they_are():
     ],
 )
 def test_what_forbids_it_is_named_with_what_allows_it(tmp_path, monkeypatch, setting, value, filtered, why, fix):
-    def refuse() -> None:
-        raise OSError(errno.EPERM if filtered else errno.ENOSPC, "No space left on device")
-
     (tmp_path / setting).parent.mkdir()
     (tmp_path / setting).write_text(f"{value}\n")
     monkeypatch.setattr(namespaces, "_SYSCTL", tmp_path)
     monkeypatch.setattr(namespaces, "_filtered", lambda: filtered)
-    monkeypatch.setattr(namespaces, "enter", refuse)
+    error = OSError(errno.EPERM if filtered else errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(namespaces, "enter", Mock(side_effect=error))
     before = network_of(os.getpid())
     refused = namespaces.refusal()
     assert before == network_of(os.getpid())  # asking changes nothing here

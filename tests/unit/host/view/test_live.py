@@ -260,13 +260,10 @@ def test_paths_and_commands_stay_whole():
     assert any(command in line for line in fit([f"error: the run has ended, so that {command} continues"], 40))
 
 
-def test_the_last_column_is_wrapped():
+def test_the_last_column_is_wrapped_or_without_room_shown_below_its_row():
     head, *rest = columns([("TASK", "WHAT"), ("chief", WORDS)], width=50)
     assert max(map(len, rest)) <= 50
     assert {head.index("WHAT")} == {line.index("word") for line in rest}
-
-
-def test_a_last_column_without_room_is_shown_below_its_row():
     lines = columns([("STRATEGY", "DETAIL"), ("x" * 50, WORDS), ("y", "")], width=70)
     assert ["STRATEGY", "    DETAIL", "x" * 50] == lines[:3]
     assert "y" == lines[-1]

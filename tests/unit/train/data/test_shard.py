@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -224,11 +225,8 @@ def test_a_name_that_tfds_does_not_know_is_reported(tmp_path, name, named):
     "failure", [PrerequisiteError("example.org: no such host"), AssertionError("put the files\nthere yourself")]
 )
 def test_a_download_that_fails_is_reported_in_one_line(tmp_path, monkeypatch, failure):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise failure
-
     monkeypatch.setattr(TinyThings, "url_infos", {"http://example.org/x": None})
-    monkeypatch.setattr(download, "probe", fail)
+    monkeypatch.setattr(download, "probe", Mock(side_effect=failure))
     with pytest.raises(PrerequisiteError, match=f"tiny_things: {' '.join(str(failure).split())}; "):
         tiny(tmp_path)
 

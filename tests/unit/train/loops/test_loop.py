@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,10 +157,8 @@ def test_without_a_request_or_with_that_of_another_task_nothing_is_done(run, cal
 
 
 def test_a_profiler_that_runs_already_is_reported(run, calls, monkeypatch):
-    def refuse(logdir: str) -> None:
-        raise tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
-
-    monkeypatch.setattr(tf.profiler.experimental, "start", refuse)
+    error = tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
+    monkeypatch.setattr(tf.profiler.experimental, "start", Mock(side_effect=error))
     ask(run, steps=5)
     train(run, calls, 1, 4)
     assert [(0, 1), (1, 4)] == calls

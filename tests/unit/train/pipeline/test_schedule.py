@@ -148,9 +148,11 @@ def test_memory_counts_what_the_schedule_holds(constraints, stage, expected):
     assert expected == compute_stage(model, constraints, stage, stage, stage + 1).memory_bytes
 
 
-def test_a_given_cut_overrides_the_best_one():
+def test_a_given_cut_overrides_the_best_one_unless_it_exceeds_the_memory():
     found = partition(blocks([1, 1, 1, 9]), Constraints(2), ["layer_1"])
     assert [(0, 1), (1, 4)] == [(stage.first, stage.last) for stage in found]
+    with pytest.raises(UsageError, match="stage 1"):
+        partition(blocks([1, 1, 1, 1], parameter_bytes=10), Constraints(2, memory_bytes=20), ["layer_1"])
 
 
 @pytest.mark.parametrize(
@@ -161,8 +163,3 @@ def test_a_given_cut_overrides_the_best_one():
 def test_a_cut_that_is_none_is_refused(cut):
     with pytest.raises(UsageError):
         partition(blocks([1, 1, 1, 1]), Constraints(3), cut)
-
-
-def test_a_given_cut_that_exceeds_the_memory_is_refused():
-    with pytest.raises(UsageError, match="stage 1"):
-        partition(blocks([1, 1, 1, 1], parameter_bytes=10), Constraints(2, memory_bytes=20), ["layer_1"])

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,10 +61,7 @@ def test_only_a_neighbour_that_no_connection_reaches_is_unreachable(ring, name, 
 
 
 def test_a_task_that_can_start_no_thread_still_has_its_position(ring, monkeypatch):
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     assert () == Links(ring, ring.task("worker-0")).examine(WAITING).unreachable
 
 
