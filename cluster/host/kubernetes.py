@@ -23,7 +23,7 @@ from cluster.host.image import images
 from cluster.host.launch import configuration, planning
 from cluster.host.options.request import PRESET, Request, check_together
 from cluster.host.runtime import resources
-from cluster.host.runtime.payload import data_words, parse_variables
+from cluster.host.runtime.payload import DIRECT, data_words, parse_variables
 from cluster.system.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TIMEOUT, UsageError, nearest
 
 SHARED = "/shared"
@@ -268,7 +268,7 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         memory_bytes=resources.parse_memory(request.memory or MEMORY),
         cpus=cpus,
         gpus=gpus,
-        environment=({"NCCL_DEBUG": "WARN"} if gpus else {}) | given,
+        environment=DIRECT | ({"NCCL_DEBUG": "WARN"} if gpus else {}) | given,
     )
 
 

@@ -33,6 +33,8 @@ SCRIPT_MOUNT = "/script"
 CODE_MOUNT = "/code"
 PACKAGES_MOUNT = "/packages"
 SECRETS_MOUNT = "/run/secrets"
+DIRECT = {"grpc_proxy": ""}
+"""The variable that keeps gRPC from calling other tasks through a proxy, which is for downloads; `--env` wins."""
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 
 
@@ -152,7 +154,7 @@ class Payload:
 
     def environment(self, spec: ClusterSpec, path: Sequence[str] = ()) -> dict[str, str | None]:
         """Return the tasks' variables, with `path` as PYTHONPATH. The value None means the caller's value."""
-        variables = parse_variables(self.env)
+        variables = DIRECT | parse_variables(self.env)
         if path:
             variables["PYTHONPATH"] = os.pathsep.join(path)
         if self.secrets:
