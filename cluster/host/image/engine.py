@@ -51,11 +51,15 @@ def ask_info(field: str) -> tuple[Any, str]:
         return None, text
 
 
-def probe() -> Availability:
-    """Return whether a Docker Engine with Compose v2 answers."""
-    version, text = ask_info("ServerVersion")
-    if not version:
+def probe(*, for_tasks: bool = True) -> Availability:
+    """Return whether a Docker Engine with Compose v2 answers and, `for_tasks`, whether they could write their run."""
+    code, text = ask("info", "--format", "{{json .ServerVersion}} {{json .SecurityOptions}}")
+    quoted, _, options = text.partition(" ")
+    if code or not (version := quoted.strip('"')):
         return unavailable(f"no Docker Engine answers ({last_output_line(text)})")
+    if for_tasks and (mapped := re.search('"name=(rootless|userns)', options)):
+        detail = f"Docker Engine {version} maps users ({mapped[1]}), so that tasks could not write the run folder"
+        return Availability(False, detail, "set DOCKER_HOST to an engine that does not")
     code, compose_version = ask("compose", "version", "--short")
     if code != 0:
         return unavailable(f"Docker Engine {version} has no Compose plugin (`docker compose version` fails)")
@@ -81,5 +85,5 @@ def memory_bytes() -> int:
 
 def demand(what: str) -> None:
     """Raise an error if no engine answers."""
-    if not (engine := probe()).ready:
+    if not (engine := probe(for_tasks=False)).ready:
         raise PrerequisiteError(f"{what}: {engine.detail}; {engine.fix}")

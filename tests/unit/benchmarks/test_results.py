@@ -182,7 +182,7 @@ def test_without_an_engine_what_needs_one_must_be_left_out_unless_it_is_named(me
     invoked(quick=True)
     assert [name for name in command.NAMES if name != "images"] == measured[:-1]
     assert "images: left out" in capsys.readouterr().err
-    monkeypatch.setattr(engine, "probe", lambda: engine.Availability(False, "no Docker Engine answers (none)"))
+    monkeypatch.setattr(engine, "probe", lambda **_: engine.Availability(False, "no Docker Engine answers (none)"))
     with pytest.raises(PrerequisiteError, match="benchmark images: no Docker Engine answers"):
         weighing.measure(Bench(Path()))
 

@@ -242,7 +242,7 @@ def built(monkeypatch) -> list[Any]:
             return 0, "[[], []]"  # of the base
         return (0, json.dumps(answers.pop(0))) if answers else (1, "No such image")
 
-    monkeypatch.setattr(engine, "probe", lambda: Availability(True, "Docker Engine 0"))
+    monkeypatch.setattr(engine, "probe", lambda **_: Availability(True, "Docker Engine 0"))
     monkeypatch.setattr(engine, "ask", ask)
     return answers
 

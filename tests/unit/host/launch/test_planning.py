@@ -143,6 +143,8 @@ def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monk
         ("exit 0", "no Docker Engine answers (no output)"),
         ("echo '\"\"'", "no Docker Engine answers"),
         ('[ "$1" = info ] && echo \'"26.1.5"\'', "Docker Engine 26.1.5 has no Compose plugin"),
+        ('echo \'"26.1.5" ["name=cgroupns","name=rootless"]\'', "Docker Engine 26.1.5 maps users (rootless)"),
+        ('echo \'"26.1.5" ["name=userns"]\'', "Docker Engine 26.1.5 maps users (userns)"),
     ],
 )
 def test_without_an_engine_runs_are_local_and_containers_are_refused(
