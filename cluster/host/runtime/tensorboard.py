@@ -158,12 +158,14 @@ def _start_process(runs_dir: Path, port: int) -> int:
 def _await_answer(
     runs_dir: Path, port: int, process: dict[str, int] | None, while_waiting: Callable[[], object]
 ) -> None:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches this machine's loopback
+
     def answers() -> bool:
         if process and not processes.alive(process):
             printed = last_line(runs_dir / ".tensorboard.log").strip() or "it printed nothing"
             raise PrerequisiteError(f"TensorBoard ended at once: {printed}")
         try:
-            with urllib.request.urlopen(f"{address(port)}/data/logdir", timeout=ANSWER_S):
+            with direct.open(f"{address(port)}/data/logdir", timeout=ANSWER_S):
                 return True
         except OSError:
             while_waiting()

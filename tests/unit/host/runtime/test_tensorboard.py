@@ -6,10 +6,12 @@ import json
 import os
 import runpy
 import socket
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -99,11 +101,17 @@ def test_a_run_gets_another_port_than_the_taken_one_that_was_named(make_run, sta
     assert usual == run.board_port
 
 
-def test_a_run_goes_on_without_a_tensorboard_that_does_not_start(make_run, monkeypatch):
-    def refuse(*_: object, **options: object) -> None:
-        raise PrerequisiteError("another program took the port")
+def test_no_proxy_is_asked_whether_it_is_up(runs_dir, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = b"HTTP/1.0 200 OK\r\n\r\n"
+        threading.Thread(target=lambda: server.accept()[0].sendall(answer), daemon=True).start()
+        tensorboard._await_answer(runs_dir, server.getsockname()[1], None, lambda: pytest.fail("no answer"))
 
-    monkeypatch.setattr(tensorboard, "start", refuse)
+
+def test_a_run_goes_on_without_a_tensorboard_that_does_not_start(make_run, monkeypatch):
+    monkeypatch.setattr(tensorboard, "start", Mock(side_effect=PrerequisiteError("another program took the port")))
     line = foreground._start_tensorboard(make_run(), None, tensorboard.PROCESS, no_shell, lambda value: None)
     assert "another program took the port" in line
 
