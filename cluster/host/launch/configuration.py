@@ -31,7 +31,7 @@ def resolve_config(
     Args:
         base: the `config.json` of a resumed or repeated run, which replaces the preset.
         packages: the folder of extra packages that the user's modules import.
-        code_dirs: the folders of the user's modules in the resumed or repeated run, as a fallback.
+        code_dirs: the folders of the user's modules in the resumed or repeated run; those that are gone do not count.
         cores: number of cores of each task on another machine; 0 for those of this machine.
     """
     command = [f"--data-dir={data_dir()}", f"--cores={cores}", *([f"--base={base}"] if base else [])]
@@ -102,9 +102,10 @@ def run_preflight(
 def ask_trainer(request: Request, words: list[str], packages: Path | None = None, code_dirs: Sequence[str] = ()) -> Any:
     """Return the output of `python -m train --print-config` for a request and further words, such as `-h`."""
     preset = request.preset or PRESET
-    # The program runs in the checkout, but the user's modules are next to the run file or in the caller's folder.
-    here = [folder for folder in (request.code_dir, str(Path.cwd())) if folder and folder != str(ROOT)]
-    path = [*here, *python_path(), *code_dirs, *([str(packages)] if packages else [])]
+    # The program runs in the checkout, but the user's modules are next to the run file or in the caller's folder. Where
+    # an earlier run found its own comes before the latter, which may be another project's with a module of that name.
+    folders = [each for each in (request.code_dir, *code_dirs, str(Path.cwd())) if each and each != str(ROOT)]
+    path = [*folders, *python_path(), *([str(packages)] if packages else [])]
     return user_code.run(
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],
         f"--preset {preset!r}",

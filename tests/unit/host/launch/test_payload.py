@@ -281,14 +281,20 @@ def test_the_caller_s_modules_are_found_where_the_caller_is(tmp_path, monkeypatc
     assert "broken.py:2" in str(refusal(Request(preset="broken:small", runtime="local")))
 
 
-def test_a_resumed_run_finds_its_modules_where_they_were(tmp_path, monkeypatch, stopped_run):
-    (folder := tmp_path / "model").mkdir()
-    (folder / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
+def test_a_resumed_run_finds_its_modules_where_they_were_unless_they_are_gone(tmp_path, monkeypatch, stopped_run):
+    folder, other, third = (tmp_path / name for name in ("model", "other", "third"))
+    for each in (folder, other, third):
+        each.mkdir()
+        (each / "own_cnn.py").write_text("def build(shape, outputs):\n    raise NotImplementedError\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(configuration, "check_config", lambda *_, **__: {})
     stopped_run(name="one", overrides=("--model", "own_cnn:build", "--no-deterministic"), workers=0)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(other)  # of another project, with a module of the same name
     assert (folder,) == planning.plan(Request(resume="one", **LOCAL)).payload.code_dirs
+    named = Request(resume="one", code_dir=str(third), **LOCAL)  # as by its --file
+    assert (third,) == planning.plan(named).payload.code_dirs
+    folder.rename(tmp_path / "moved")
+    assert (other,) == planning.plan(Request(resume="one", **LOCAL)).payload.code_dirs
 
 
 def test_extra_packages_are_got_before_anything_is_started(
