@@ -40,7 +40,7 @@ PACKAGES = ROOT / ".build" / "packages"
 LOCK = ROOT / "requirements" / "train-cpu.lock"
 RESOLVED = "requirements.txt"
 """The file in the folder that lists the installed packages with their hashes."""
-_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
+_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1", "--no-input"]
 _LOCKED_BUILDS = ["--only-binary=:all:", "--use-pep517", "--no-build-isolation"]
 """A requirements file may exempt packages from the first option; the others build these with packages of `.venv`."""
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
@@ -209,7 +209,9 @@ def _for_python(python: str) -> list[str]:
 
 
 def _run_pip(command: list[str], requirements: Path) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode == 0:
         return
     printed = done.stdout.strip()
@@ -227,6 +229,7 @@ def _summarize_pip(printed: str) -> str:
     gist = next((line for line in reversed(errors) if not line.startswith("ResolutionImpossible")), "")
     if gist.startswith("No matching distribution"):
         gist += "; only wheels are taken: a line such as `--no-binary NAME` has that package built from its source"
+        gist += "; and nobody is asked for the login of a private index: put it into the URL, or ~/.netrc"
     requested = re.findall(r"^ +((?:The user requested|.* depends on) .*)$", printed, re.MULTILINE)
     lines = dict.fromkeys(line.replace("The user requested (constraint)", "tasks have") for line in requested)
     if lines:

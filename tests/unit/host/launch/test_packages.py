@@ -1,11 +1,13 @@
 """Extra packages: from a requirements file to a folder, without a network: the packages are made on the spot."""
 
+import http.server
 import io
 import json
 import os
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
 from pathlib import Path
 
@@ -141,6 +143,21 @@ def test_an_index_that_cannot_be_reached_is_a_missing_prerequisite(tmp_path, mon
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(PrerequisiteError, match="PIP_INDEX_URL"):
         user_files.install_packages(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
+
+
+class Login(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(401)
+
+
+def test_an_index_that_wants_a_login_asks_nobody_for_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Login) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+        with pytest.raises(UsageError, match="login of a private index"):
+            user_files.install_packages(requirements(tmp_path, "no-such-package-of-ours"), PYTHON)
+        server.shutdown()
 
 
 def test_the_folder_follows_from_all_that_counts(tmp_path):
