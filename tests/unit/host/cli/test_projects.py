@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,12 +30,15 @@ def test_a_project_is_five_files_and_its_data(tmp_path, kind):
 
 def test_a_script_becomes_a_project(tmp_path):
     (tmp_path / "train.py").write_text("print('trains')\n")
-    new(folder=str(tmp_path / "mine"), script=str(tmp_path / "train.py"))
-    assert (
-        str(tmp_path / "mine" / "train.py")
-        == run_file.read_run_file(str(tmp_path / "mine" / "run.toml")).options["script"]
-    )
-    assert 0 == subprocess.run([sys.executable, "-m", "unittest", "-q"], cwd=tmp_path / "mine").returncode
+    new(folder=str(mine := tmp_path / "mine"), script=str(tmp_path / "train.py"))
+    assert str(mine / "train.py") == run_file.read_run_file(str(mine / "run.toml")).options["script"]
+    assert 0 == subprocess.run([sys.executable, "-m", "unittest", "-q"], cwd=mine).returncode
+
+
+def test_the_tests_of_a_project_inside_the_checkout_are_run(monkeypatch):
+    monkeypatch.chdir(projects.EXAMPLES / "table")
+    monkeypatch.setattr(projects.subprocess, "run", lambda command, **_: SimpleNamespace(returncode=len(command)))
+    assert 3 == refusal("test")[0]
 
 
 @pytest.mark.parametrize(
