@@ -1,5 +1,6 @@
 """The tasks that check: this machine, the strategies, a TF_CONFIG, whether a run repeats, and whether it recovers."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -43,7 +44,8 @@ def verify(c, json=False):
 def rerun(c, run=None, runtime="", trust=False, json=False):
     """Make a run once more and compare every logged loss and the final weights; exit code 0 where they are the same."""
     folder = folders.find_run(run or "")
-    again, compared = repetition.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        again, compared = repetition.repeat_run(folder, runtime, shell(c, aside=json), trust=trust, shown=not json)
     value = {"run": again.name, **(dataclasses.asdict(compared) if compared else {"verdict": "failed"})}
     show(value, lambda _: repetition.rerun_lines(again, compared), as_json=json)
     return EXIT_DONE if compared and compared.verdict == "identical" else EXIT_FAILED

@@ -1,5 +1,6 @@
 """A run made once more is compared step by step and bit by bit, and what differs between the machines is named."""
 
+import json
 import signal
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,14 +43,15 @@ def made(make_run) -> Callable[..., RunFolder]:
         ({1: 2.3, 2: 2.2}, "aa", "different", None),  # a step is missing
     ],
 )
-def test_losses_and_weights_are_compared(made, monkeypatch, losses, sha256, expected, from_step):
+def test_losses_and_weights_are_compared(made, monkeypatch, capsys, losses, sha256, expected, from_step):
     one, two = made("one"), made("two", losses, sha256)
     compared = rerun.compare_repeated(one, two)
     assert (expected, from_step) == (compared.verdict, compared.from_step)
     assert (sha256 == "aa") is compared.same_weights
     assert rerun.rerun_lines(two, compared)[0].startswith(f"{expected}: ")
-    monkeypatch.setattr(rerun, "repeat_run", lambda *_, **__: (two, compared))
-    assert (EXIT_DONE if expected == "identical" else EXIT_FAILED) == exit_code("rerun", "one")
+    monkeypatch.setattr(rerun, "repeat_run", lambda *_, **__: print("data: ready") or (two, compared))
+    assert (EXIT_DONE if expected == "identical" else EXIT_FAILED) == exit_code("rerun", "one", json=True)
+    assert expected == json.loads(capsys.readouterr().out)["verdict"]  # and nothing else
 
 
 CODE = {"commit": "a", "changes_sha256": None, "cluster_sha256": "1", "train_sha256": "2"}
