@@ -24,6 +24,7 @@ from cluster.system.ports import PORTS, open_listener
 
 TOKEN_BYTES = 32
 PRIVATE = 0o600
+TRIED_PORTS = 100
 
 
 class Invitation(Record):
@@ -67,8 +68,7 @@ def open_hub_listener(run: RunFolder, task: Task, host: str) -> tuple[socket.soc
     host of `task`, the chief. Raises OSError if no port is free, or the record cannot be written.
     """
     before = read_invitation(run)
-    usual = 0 if task.port in PORTS else hub_port(task.port)
-    listener = _listen(host, before.port if before else usual, usual)
+    listener = _listen(host, *([before.port] if before else []), *_usual_ports(task))
     try:
         write_json(run.gang, {"host": task.host, "port": listener.getsockname()[1]})
         return listener, run_token(run)
@@ -83,6 +83,17 @@ def hub_port(port: int) -> int:
     The port in between is for the TensorFlow servers of standby processes.
     """
     return port + 2
+
+
+def _usual_ports(task: Task) -> list[int]:
+    """Return the ports for the hub of the chief, the preferred one first; none if any will do, as on one machine."""
+    if task.port not in PORTS:
+        return [hub_port(task.port)]
+    if task.host == "127.0.0.1":
+        return []
+    # A firewall between nodes admits this range; the standby processes have the ports at half its length from here.
+    offset = task.port - PORTS.start + len(PORTS) // 4
+    return [PORTS[(offset + at) % len(PORTS)] for at in range(TRIED_PORTS)]
 
 
 def _listen(host: str, *ports: int) -> socket.socket:

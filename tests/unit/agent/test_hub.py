@@ -160,6 +160,13 @@ def test_a_hub_that_is_gone_is_noticed_at_once_and_found_again(run, join):
     assert before == joining.read_invitation(run)  # whose port was free again
 
 
+def test_between_hosts_the_hub_s_port_is_in_the_range_that_a_firewall_admits(run):
+    chief = replace(run.load_cluster().task("chief"), host="127.0.0.2")
+    listener, _ = joining.open_hub_listener(run, chief, chief.host)
+    with listener:
+        assert listener.getsockname()[1] in joining.PORTS
+
+
 def test_a_frozen_hub_is_noticed_by_its_silence(run, join, monkeypatch):
     monkeypatch.setattr(hub, "SILENCE_S", 0.5)
     monkeypatch.setattr(hub, "PULSE_S", 0.1)
