@@ -287,6 +287,9 @@ def _start_generation(plan: Plan) -> records.StopRequest | None:
 
 def _write_manifest(plan: Plan) -> None:
     script = plan.payload.script
+    named = {"script": script.name, "script_sha256": files.sha256(script)} if script else {}
+    if weights := plan.config.get("init_from"):
+        named["init_from"] = Path(weights).name
     value = {
         "schema": SCHEMA,
         "run": plan.run.name,
@@ -297,7 +300,7 @@ def _write_manifest(plan: Plan) -> None:
         "runtime": plan.runtime.name,
         "network": plan.network.name,
         "image": plan.runtime.image(plan),
-        "config": plan.config | ({"script": script.name, "script_sha256": files.sha256(script)} if script else {}),
+        "config": plan.config | named,
         "init": {path.name: files.sha256(path) for path in sorted(plan.run.init.glob("*"))},
         "own_code": _own_code(plan.payload),
         "elastic": dict(plan.elastic),

@@ -28,14 +28,13 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec
 from cluster.host.image import locks
 from cluster.host.launch.folders import find_run
+from cluster.host.options.request import OPTIONS, WEIGHT_SUFFIXES
 from cluster.host.runtime import registry
 from cluster.host.runtime.payload import Payload
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import ROOT, make_readable, sha256
 
-WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
-"""The suffixes of weight files that `train/model/initial_weights.py` can read."""
 PACKAGES = ROOT / ".build" / "packages"
 LOCK = ROOT / "requirements" / "train-cpu.lock"
 RESOLVED = "requirements.txt"
@@ -63,7 +62,7 @@ def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ..
             raise UsageError(f"--init-from {name}: expected a run, or a file that ends in {', '.join(WEIGHT_SUFFIXES)}")
         parts = sorted(path.parent.glob(f"{path.stem}.data-*")) if path.suffix == ".index" else []
         return (path.absolute(), *(part.absolute() for part in parts))
-    if path.suffix in WEIGHT_SUFFIXES or "/" in name:
+    if OPTIONS["init_from"].names_path(name):
         raise UsageError(f"--init-from {name}: there is no such file; expected a run, or a file with weights")
     if saved := find_newest_good(find_run(name).checkpoints, lambda line: None):
         return tuple(sorted(saved.folder / Path(file).name for file in saved.files))

@@ -29,6 +29,8 @@ _TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), str: (str,), bool: (b
 WORD_OR_NUMBER = (int, str)
 PRESET, PRESETS = "fashion_mnist", ROOT / "train" / "presets"
 MAX_PER_JOB = 4096
+WEIGHT_SUFFIXES = (".index", ".npz", ".h5", ".keras")
+"""The suffixes of weight files that `train/model/initial_weights.py` can read."""
 
 
 class Group(StrEnum):
@@ -64,6 +66,7 @@ class Option:
         bounds: the smallest and the largest value of a number.
         override: the field of the training configuration that it sets; empty for none.
         is_path: whether it is a path, which is relative to the run file in a run file.
+        suffixes: those of files, if it may also be a run; then any other value with a `/` is a path, too.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Option:
     needs: Needs | None = None
     override: str = ""
     is_path: bool = False
+    suffixes: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -90,6 +94,10 @@ class Option:
     def parse(self, word: Any) -> Any:
         """Return the value of a word; for a number, raise UsageError if it is invalid or out of bounds."""
         return parse_count(self.key, word, *self.bounds) if self.types == (int,) else word
+
+    def names_path(self, value: str) -> bool:
+        """Whether a value is a path, and not the name of a run or anything else."""
+        return self.is_path and (not self.suffixes or "/" in value or value.endswith(self.suffixes))
 
     def is_given(self, value: Any) -> bool:
         return value is not None if self.types == (int,) else bool(value)
@@ -121,7 +129,7 @@ class Request:
     schedule: str = option(choices=("gpipe", "1f1b", "pipedream"), needs=Needs.TRAINER, override="pipeline.schedule")
     remat: bool = option(False, needs=Needs.TRAINER, override="pipeline.remat")
     cut: str = option(needs=Needs.TRAINER, override="pipeline.cut")
-    init_from: str = option(needs=Needs.NEW_RUN, override="init-from")
+    init_from: str = option(needs=Needs.NEW_RUN, override="init-from", is_path=True, suffixes=WEIGHT_SUFFIXES)
     reuse_data: bool = option(False, needs=Needs.TRAINER)
     script: str = option(needs=Needs.NEW_RUN, is_path=True)
     separate_chief: bool = option(False, needs=Needs.SCRIPT)

@@ -151,7 +151,7 @@ def _value(option: Option, value: Any, path: Path) -> Any:
         raise UsageError(f"{short_path(path)}: {option.key} = {_shown(value)}: expected {option.type}")
     if isinstance(value, list):
         return tuple(_each_file(item, path.parent, _beside) if option.is_path else item for item in value)
-    if option.is_path and value:
+    if value and option.names_path(value):
         return _beside(value, path.parent)
     return str(value) if str in option.types else value
 
@@ -208,9 +208,9 @@ def dashed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _toml(option: Option, value: Any, folder: Path) -> str:
-    if option.is_path and isinstance(value, str):
+    if isinstance(value, str) and option.names_path(value):
         return _literal(_relative(value, folder))
-    if option.is_path:
+    if option.is_path and not isinstance(value, str):
         return _literal([_each_file(item, folder, _relative) for item in value])
     if int in option.types and re.fullmatch("0|[1-9][0-9]*", str(value)):
         return str(value)

@@ -28,7 +28,9 @@ def test_a_manifest_holds_no_path_of_this_machine(stopped_run, tmp_path):
     script.write_text("print('hello')")
     run = stopped_run(name="scripted", workers=0, script=str(script))
     text = run.manifest.read_text()
-    assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(ROOT)) if folder in text]
+    (tmp_path / "w.npz").touch()
+    tuned = stopped_run(name="tuned", workers=0, init_from=str(tmp_path / "w.npz")).manifest.read_text()
+    assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(ROOT)) if folder in text + tuned]
     config = json.loads(text)["config"]
     assert "train.py" == config["script"]
     before = config["script_sha256"]

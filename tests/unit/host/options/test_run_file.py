@@ -24,7 +24,7 @@ def values(name: str) -> st.SearchStrategy[Any]:
     option = OPTIONS[name]
     if option.is_path and option.types == (list,):
         return st.lists(PATHS.map(lambda path: f"A_KEY={path}"), min_size=1).map(tuple)
-    if option.is_path:
+    if option.is_path:  # without a suffix, so for --init-from a run, or a path with a slash
         return PATHS
     if option.types == (bool,):
         return st.just(True)
@@ -53,7 +53,7 @@ def absolute(options: dict[str, Any]) -> dict[str, Any]:
             return tuple(f"A_KEY={full(each.removeprefix('A_KEY='))}" for each in value)
         return str(Path(value).absolute())
 
-    return {name: full(value) if OPTIONS[name].is_path else value for name, value in options.items()}
+    return {name: full(value) if OPTIONS[name].names_path(str(value)) else value for name, value in options.items()}
 
 
 @settings(deadline=None, max_examples=25)
@@ -87,6 +87,14 @@ def test_the_overrides_that_are_written_are_read_again(tmp_path_factory, overrid
     if "deterministic" in expected:
         words.add("--deterministic" if expected["deterministic"] else "--no-deterministic")
     assert words == set(read(tmp_path_factory.getbasetemp(), text).train)
+
+
+@pytest.mark.parametrize(("given", "is_path"), [("before", False), ("a/ckpt-4.index", True), ("w.npz", True)])
+def test_first_weights_are_in_a_file_beside_the_run_file_or_of_a_run(tmp_path, monkeypatch, given, is_path):
+    monkeypatch.chdir(tmp_path)
+    text = run_file.render_run_file(Request(init_from=str(tmp_path / given) if is_path else given), {}, tmp_path)
+    assert f'init-from = "{given}"' in text
+    assert (str(tmp_path / given) if is_path else given) == read(tmp_path, text).options["init_from"]
 
 
 def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp_path):
