@@ -146,6 +146,8 @@ def report(c, run=None, output=""):
     path = settings.expanded("output", output).absolute() if output else folder.path / "report.html"
     if not path.parent.is_dir():
         raise UsageError(f"--output {str(path)!r}: the folder {path.parent} does not exist; create it")
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # it would be replaced, not written to
+        raise UsageError(f"--output {str(path)!r} is a link, a folder or a device, and would be replaced; name a file")
     files.write_text(path, page.render_page(folder))
     print(short_path(path))
 

@@ -207,7 +207,10 @@ def test_a_page_shows_the_run_and_needs_no_network(ended, make_run, capsys):
         assert part in shown.text
     assert [] == shown.links
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
-    assert EXIT_USAGE == exit_code("report", "one", output=str(run.path / "missing" / "x.html"))
+    (run.path / "link.html").symlink_to("report.html")
+    for output in ("missing/x.html", "checkpoints", "link.html"):
+        assert EXIT_USAGE == exit_code("report", "one", output=str(run.path / output))
+    assert (run.path / "link.html").is_symlink()
 
 
 def test_a_hostile_run_cannot_change_its_page(ended):
