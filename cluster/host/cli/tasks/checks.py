@@ -16,6 +16,7 @@ from cluster.host.control.chaos import KINDS, STORM
 from cluster.host.launch import folders, startup
 from cluster.host.launch.planning import build_cluster
 from cluster.host.options.request import OPTIONS, Request
+from cluster.host.view import interrupts
 from cluster.host.view.columns import columns
 from cluster.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREREQUISITE, UsageError
 from cluster.system.messages import COMMAND
@@ -52,6 +53,7 @@ def rerun(c, run=None, runtime="", trust=False, json=False):
 
 
 @task(faults=", ".join(KINDS), storm=STORM)
+@interrupts.handled()  # so that a fault is undone after SIGTERM, too
 def chaos(
     c, kind=None, task=None, at_step="0", whole=False, faults="20", seed="0", kinds="", timeout="300", minutes="60",
     run="", json=False,

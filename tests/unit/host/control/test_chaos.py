@@ -1,6 +1,7 @@
 """Real faults on real agents with fake trainers: injected or refused, their cost, and how it is reported."""
 
 import json
+import signal
 import threading
 import time
 from typing import Any
@@ -236,13 +237,13 @@ def test_the_exit_code_reports_whether_the_run_did_as_it_should(run, monkeypatch
     injected = []
 
     def inject(folder: RunFolder, fault: Fault, timeout_s: float) -> FaultCost:
-        injected.append((folder, fault, timeout_s))
+        injected.append((folder, fault, timeout_s, signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL))
         return FaultCost(fault.kind, fault.task, 52, None, 1.0, 0, "stopped")
 
     monkeypatch.setattr(chaos, "inject", inject)
     assert (code, "") == refusal("chaos", kind=kind, task="worker-0", at_step="50", timeout="9", json=True)
     assert {"kind": kind, "step": 52, "ended": "stopped"}.items() <= json.loads(capsys.readouterr().out).items()
-    assert [(run, Fault(kind, "worker-0", 50), 9)] == injected
+    assert [(run, Fault(kind, "worker-0", 50), 9, True)] == injected  # which SIGTERM interrupts, so that it is undone
 
 
 def test_no_bit_of_a_lone_task_is_flipped(make_run):
