@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import Parameter
 from pathlib import Path
@@ -219,8 +219,10 @@ def in_checkout(c: Context) -> AbstractContextManager[None]:
     return prefix
 
 
-def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[str], object]:
-    """Return a function that runs a command in the checkout and prints its output.
+def shell(
+    c: Context, *, aside: bool = False, quiet: bool = False, secrets: Mapping[str, str] | None = None
+) -> Callable[[str], object]:
+    """Return a function that runs a command in the checkout, with the variables `secrets`, and prints its output.
 
     With `aside` the output goes to stderr, because a program reads stdout; with `quiet` the command itself is not
     printed, because a program may read the output.
@@ -231,8 +233,9 @@ def shell(c: Context, *, aside: bool = False, quiet: bool = False) -> Callable[[
         bound_s = engine.patience_s(command)
         how: dict[str, Any] = {} if bound_s is None else {"timeout": bound_s}
         how |= {"echo": False, "out_stream": sys.stderr} if aside else {"echo": False} if quiet else {}
+        how["env"] = dict(secrets or {})
         if (width := terminal_width()) < WIDE:
-            how["env"] = {"COLUMNS": str(width)}  # its output reaches the terminal through a pipe
+            how["env"]["COLUMNS"] = str(width)  # its output reaches the terminal through a pipe
         try:
             with in_checkout(c):
                 return c.run(command, **how)

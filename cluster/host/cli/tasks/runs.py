@@ -18,7 +18,7 @@ from cluster.host.options.request import OPTIONS
 from cluster.host.reports import listing, page
 from cluster.host.runtime import registry
 from cluster.host.runtime import tensorboard as board
-from cluster.host.runtime.payload import python_path, recorded_variables, with_variables
+from cluster.host.runtime.payload import parse_secrets, python_path, recorded_variables, with_variables
 from cluster.host.view.columns import columns
 from cluster.host.view.live import print_logs
 from cluster.host.view.status import read_status, status_table
@@ -215,6 +215,7 @@ def _run(c, run, verb, *words, trust):
     where = ["--run-dir", str(folder.path), "--data-dir", str(folders.data_dir())]
     command = shlex.join([sys.executable, "-m", "train.saved_model", verb, *where, *words])
     variables = recorded_variables(folder.started.env) | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
+    secrets = settings.read_secrets(parse_secrets(folder.started.secrets))
     if not c.config.run.dry:
         print_wait(f"{verb} {folder.name}: importing TensorFlow first")
-    shell(c, quiet=True)(with_variables(variables, command))
+    shell(c, quiet=True, secrets=secrets)(with_variables(variables, command))

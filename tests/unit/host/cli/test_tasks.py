@@ -58,15 +58,19 @@ def test_what_only_the_trainer_saves_is_not_sought_in_a_script_s_run(make_run, t
 
 def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(make_run, tmp_path, monkeypatch):
     run, c = make_run(workers=0), context()
-    wanted = tmp_path / "mine.txt"
+    (wanted := tmp_path / "mine.txt").write_text("precious\n")
     monkeypatch.setattr(user_files, "install_packages", lambda file, python: "/installed" if file == wanted else None)
     started = {"code_dirs": ["/my code"], "requirements": str(wanted), "env": ["WIDTH=9", "DEPTH"]}
+    started |= {"secrets": [f"A_KEY={wanted}"]}
     write_json(run.control / "started.json", run.load_started().to_json() | started)
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     tasks.ns["evaluate"](c, run=run.name, trust=True)
     (evaluates,) = map(shlex.split, commands(c))
     assert ["WIDTH=9", "PYTHONPATH=/my code:/installed:/theirs"] == evaluates[:2]
     assert ["-m", "train.saved_model", "evaluate"] == evaluates[3:6]
+    assert ("precious", False) == (c.run.call_args.kwargs["env"]["A_KEY"], "precious" in commands(c)[0])
+    wanted.unlink()
+    assert (EXIT_USAGE, True) == ((found := refusal("evaluate", c, run=run.name, trust=True))[0], "A_KEY" in found[1])
 
 
 def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys):
