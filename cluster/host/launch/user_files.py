@@ -56,7 +56,7 @@ def find_weights(name: str, previous: RunFolder | None = None) -> tuple[Path, ..
         return ()
     if previous is not None:
         return tuple(sorted(previous.init.glob("*")))
-    path = Path(name).expanduser()
+    path = settings.expanded("init-from", name)
     if path.is_file():
         if path.suffix not in WEIGHT_SUFFIXES:
             raise UsageError(f"--init-from {name}: expected a run, or a file that ends in {', '.join(WEIGHT_SUFFIXES)}")

@@ -101,7 +101,7 @@ def parse_secrets(given: Sequence[str], env: Sequence[str] = ()) -> dict[str, Pa
             raise UsageError(f"--secret {option!r}: expected NAME=FILE, such as WANDB_API_KEY=~/.wandb-key")
         if name in NEVER_SET or name in parse_variables(env):
             raise UsageError(f"--secret {name}: it is set for each task, or by --env; leave one of them out")
-        path = Path(file).expanduser().absolute()
+        path = settings.expanded("secret", file).absolute()
         if not (path.is_file() and os.access(path, os.R_OK)):
             raise UsageError(f"--secret {name}: {path} is not a file that you can read; write the value into one")
         files[name] = path

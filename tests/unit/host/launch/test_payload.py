@@ -152,7 +152,7 @@ def test_of_a_run_the_newest_checkpoint_is_meant_unless_it_is_damaged(trained):
 
 
 @pytest.mark.usefixtures("trained")
-@pytest.mark.parametrize("name", ["trainde", "absent.npz", "folder/file", "weights.txt"])
+@pytest.mark.parametrize("name", ["trainde", "absent.npz", "folder/file", "weights.txt", "~nobody-here/w.npz"])
 def test_what_holds_no_weights_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights.txt").touch()

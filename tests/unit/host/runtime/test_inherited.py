@@ -103,7 +103,7 @@ def test_paths_of_this_machine_are_for_its_processes(monkeypatch, tmp_path):
 
 
 VARIABLES = ["", "=1", "A B=1", "1A=1", "TF_CONFIG={}", "TASK", "PYTHONPATH=/x", "NOT_SET_HERE", "Ä=1"]
-SECRETS = ["", "A_KEY", "A_KEY=", "A B=key", "TASK=key", "A_KEY=none", "A_KEY=.", "B=key"]
+SECRETS = ["", "A_KEY", "A_KEY=", "A B=key", "TASK=key", "A_KEY=none", "A_KEY=~nobody-here/key", "A_KEY=.", "B=key"]
 
 
 @pytest.mark.slow
