@@ -144,21 +144,37 @@ class LogReader:
 
     def skip_until(self, since: float) -> None:
         """Skip output from before `since`, in seconds since the epoch, except for the last few seconds of it."""
-        start = None
+        parts = []
+        for path in _parts(self._log):
+            with contextlib.suppress(OSError), open_file(path, "rb") as file:
+                parts.append(os.fstat(file.fileno()))
+        first, offset = self._find(since - MARK_S, [part.st_ino for part in parts])
+        for at, part in enumerate(parts):
+            skipped = part.st_size if at < first else offset if at == first else 0
+            self._offsets[part.st_dev, part.st_ino] = skipped
+
+    def _find(self, since: float, inodes: list[int]) -> tuple[int, int]:
+        """Return the first part, by its place in `inodes`, with output from after `since`, and where that begins.
+
+        A part that was removed since has left its marks, and perhaps its inode to a newer part, before whose own marks
+        there are those of the parts in between. The first part is never removed.
+        """
+        first, offset, newest = len(inodes), 0, -1
         with contextlib.suppress(OSError), open_file(_marks(self._log), "rb") as marks:
             for line in iter(lambda: marks.readline(LINE_BYTES), b""):  # a task may write anything there
                 with contextlib.suppress(ValueError):
                     at, inode, size = line.split()
-                    if float(at) >= since - MARK_S:
-                        start = int(inode), int(size)
+                    if float(at) < since:
+                        continue
+                    part = inodes.index(int(inode)) if int(inode) in inodes else -1
+                    if newest < 0:
+                        first, offset = part, max(0, int(size))
+                    if first == 0:
                         break
-        for path in _parts(self._log):
-            with contextlib.suppress(OSError), open_file(path, "rb") as file:
-                status = os.fstat(file.fileno())
-                is_first = start is not None and status.st_ino == start[0]
-                self._offsets[status.st_dev, status.st_ino] = start[1] if start and is_first else status.st_size
-                if is_first:
-                    return
+                    if part < max(newest, 0):  # the second part is the oldest that is kept of what is newer
+                        return min(1, len(inodes) - 1), 0
+                    newest = part
+        return first, offset
 
     def _read_on(self, key: tuple[int, int], file: IO[bytes], ended: bool) -> Iterator[bytes]:
         size = os.fstat(file.fileno()).st_size
