@@ -19,7 +19,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import Runner, report_errors
 from cluster.host.control import foreground
 from cluster.host.image import engine
-from cluster.host.launch import folders, planning, teardown, user_files
+from cluster.host.launch import folders, teardown, user_files
 from cluster.host.runtime import supervisor
 from cluster.host.runtime import tensorboard as board
 from cluster.system.errors import EXIT_USAGE, TimedOut
@@ -171,11 +171,6 @@ def test_waiting_too_long_ends_with_4_and_otherwise_as_the_run_did(make_run, cap
     write_json(run.summary, {"state": "stopped"} | values)
     assert (130, "") == refusal("wait")
     assert "stopped: 5 steps" in capsys.readouterr().out
-
-
-def test_an_interrupt_ends_with_130(monkeypatch):
-    monkeypatch.setattr(planning, "plan", Mock(side_effect=KeyboardInterrupt))
-    assert (130, "interrupted") == refusal("up")
 
 
 def test_a_command_that_is_interrupted_before_anybody_waits_for_it_is_ended(monkeypatch):
