@@ -192,8 +192,7 @@ def test_a_program_that_still_imports_may_be_silent_for_longer(make_run, clock):
     assert elapse(dog, clock, watchdog.IMPORT_S) is not None
 
 
-def test_a_silent_program_that_no_signal_stops_gets_as_long_as_a_step(make_run, clock):
-    run = make_run(workers=1)
+def test_a_silent_program_that_no_signal_stops_gets_as_long_as_a_step(run, clock):
     beats(run)
     worker, chief = watch(run, "worker-0"), watch(run)
     for _ in range(int(HANG_TIMEOUT_S) - 2):

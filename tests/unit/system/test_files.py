@@ -65,8 +65,7 @@ def test_what_several_claim_belongs_to_one_and_what_a_power_failure_left_to_nobo
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")])
-def test_neither_does_what_is_no_file(make_run, make):
-    run = make_run()
+def test_neither_does_what_is_no_file(run, make):
     make(run.control / "outcome.json")
     assert run.outcome is None
     assert [True, False] == [run.end("failed"), run.end("succeeded")]

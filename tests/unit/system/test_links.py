@@ -63,8 +63,7 @@ NO_RECORDS = ("logs/chief.log", "checkpoints/secret")
 
 @pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("at", READS)
-def test_no_file_of_a_run_is_read_through_a_link(make_run, outside, at, folder, capsys, caplog):
-    run = make_run()
+def test_no_file_of_a_run_is_read_through_a_link(run, outside, at, folder, capsys, caplog):
     path = run.path / at
     if folder and path.parent != run.path:
         path.parent.rename(path.parent.with_name("aside"))
@@ -84,8 +83,7 @@ def test_no_file_of_a_run_is_read_through_a_link(make_run, outside, at, folder, 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir()])
 @pytest.mark.parametrize("at", READS)
-def test_what_is_no_plain_file_is_not_waited_for(make_run, make, at):
-    run = make_run()
+def test_what_is_no_plain_file_is_not_waited_for(run, make, at):
     make(run.path / at)
     with pytest.raises(json_files.DamagedError):
         json_files.read_json(run.path / at)
@@ -105,8 +103,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("folder", WRITES)
-def test_nothing_is_written_through_a_folder_that_is_a_link(make_run, outside, untouched, folder):
-    run = make_run()
+def test_nothing_is_written_through_a_folder_that_is_a_link(run, outside, untouched, folder):
     swap(run.path / folder, outside)
     with pytest.raises(files.LinkError):
         WRITES[folder](run)
@@ -115,8 +112,7 @@ def test_nothing_is_written_through_a_folder_that_is_a_link(make_run, outside, u
 
 
 @pytest.mark.parametrize("mode", ["ab", "wb", "r+b"])
-def test_no_file_is_written_through_a_link(make_run, outside, untouched, mode):
-    run = make_run()
+def test_no_file_is_written_through_a_link(run, outside, untouched, mode):
     swap(run.events_log, outside / "secret")
     with pytest.raises(files.LinkError):
         files.open_file(run.events_log, mode)
@@ -127,8 +123,7 @@ def test_no_file_is_written_through_a_link(make_run, outside, untouched, mode):
     assert untouched()
 
 
-def test_a_file_that_is_replaced_takes_the_place_of_a_link(make_run, outside, untouched):
-    run = make_run()
+def test_a_file_that_is_replaced_takes_the_place_of_a_link(run, outside, untouched):
     swap(run.summary, outside / "secret")
     json_files.write_json(run.summary, {"state": "failed"})
     assert {"state": "failed"} == json_files.read_json(run.summary)
@@ -138,8 +133,7 @@ def test_a_file_that_is_replaced_takes_the_place_of_a_link(make_run, outside, un
     assert untouched()
 
 
-def test_a_run_may_itself_lie_behind_a_link_but_dots_lead_nowhere(make_run, tmp_path):
-    run = make_run()
+def test_a_run_may_itself_lie_behind_a_link_but_dots_lead_nowhere(run, tmp_path):
     for path in (run.path / "..", run.control / ".." / "config.json"):
         with pytest.raises(files.LinkError):
             files.open_file(path, "rb")
@@ -153,8 +147,7 @@ def test_a_run_may_itself_lie_behind_a_link_but_dots_lead_nowhere(make_run, tmp_
     ("task", "part"),
     [("export", "export"), ("export", "checkpoints/ckpt-1.index"), ("export", "metrics"), ("logs", "logs/chief.log")],
 )
-def test_commands_use_nothing_with_links(make_run, outside, monkeypatch, capsys, task, part):
-    run = make_run()
+def test_commands_use_nothing_with_links(run, outside, monkeypatch, capsys, task, part):
     monkeypatch.setenv("RUNS_DIR", str(run.path.parent))
     swap(run.path / part, outside / "secret" if task == "logs" else outside)
     with pytest.raises(Exit, match=part):
@@ -162,8 +155,7 @@ def test_commands_use_nothing_with_links(make_run, outside, monkeypatch, capsys,
     assert "" == capsys.readouterr().out
 
 
-def test_corrupting_a_checkpoint_damages_no_other_file(make_run, outside, untouched):
-    run = make_run()
+def test_corrupting_a_checkpoint_damages_no_other_file(run, outside, untouched):
     for name in (str(outside / "secret"), "../../../outside/secret", "link"):
         json_files.write_json(run.checkpoints / "ckpt-1.json", {"files": {name: {"size_bytes": 1, "sha256": ""}}})
         swap(run.checkpoints / "link", outside / "secret")

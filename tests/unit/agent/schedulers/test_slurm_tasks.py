@@ -142,9 +142,8 @@ def test_tasks_on_one_node_get_ports_of_their_own(run):
         assert slurm.task_port("127.0.0.1", 0) not in (first, second)
 
 
-def test_an_agent_that_is_killed_is_started_again(tmp_path, make_run, monkeypatch):
+def test_an_agent_that_is_killed_is_started_again(tmp_path, run, monkeypatch):
     monkeypatch.setattr(lifecycle.signal, "signal", lambda *_: None)
-    run = make_run()
     words: list[Any] = ["bash", "-c", f"[ -e {tmp_path}/again ] && exit 3; touch {tmp_path}/again; kill -9 $$"]
     assert 3 == slurm.keep_agent(words, run, TaskCopy.register(run, "chief"))
 

@@ -8,30 +8,27 @@ from cluster.system.json_files import write_json
 EVIL = "x`\n# <script>alert(1)</script> | y\x1b[2J"
 
 
-def test_a_run_that_ended_has_a_card_until_it_goes_on(make_run):
-    run = make_run("one", workers=1)
+def test_a_run_that_ended_has_a_card_until_it_goes_on(run):
     write_json(run.control / "result.json", {"steps": 7, "metrics": {"eval_accuracy": 0.5}, "weights_sha256": "ab"})
     run.end("succeeded")
     summary.write_summary(run, settle_s=0)
     text = run.card.read_text()
-    assert text.startswith("# `one`: succeeded\n")
-    for part in ("`eval_accuracy`: 0.5000", "`ab`", "chief, worker-0", "invoke rerun one"):
+    assert text.startswith("# `demo`: succeeded\n")
+    for part in ("`eval_accuracy`: 0.5000", "`ab`", "chief, worker-0", "invoke rerun demo"):
         assert part in text
     run.reopen()
     assert not run.card.exists()
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped"])
-def test_the_card_of_a_run_that_can_go_on_says_so(make_run, state):
-    run = make_run("one", workers=0)
+def test_the_card_of_a_run_that_can_go_on_says_so(run, state):
     run.end(state, task="chief", error="no more luck")
     summary.write_summary(run, settle_s=0)
-    assert "invoke up --resume one" in run.card.read_text()
+    assert "invoke up --resume demo" in run.card.read_text()
     assert (state == "failed") is ("`no more luck`" in run.card.read_text())
 
 
-def test_what_tasks_wrote_stays_code(make_run):
-    run = make_run("one", workers=0)
+def test_what_tasks_wrote_stays_code(run):
     write_json(run.config, {"global_batch": 96, "model": EVIL, "optimizer": {EVIL: EVIL}})
     write_json(run.manifest, {"code": {"commit": EVIL}})
     restarts = [{"generation": 1, "task": EVIL, "cause": EVIL}]

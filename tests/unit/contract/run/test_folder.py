@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -98,8 +99,7 @@ def test_a_reopened_run_has_no_end_and_keeps_its_history(run):
     assert (1, 0) == (len(run.events()), run.generation)
 
 
-def test_a_full_disk_leaves_room_for_the_outcome(make_run, monkeypatch):
-    run = make_run()
+def test_a_full_disk_leaves_room_for_the_outcome(run, monkeypatch):
     reserve = run.path / RESERVE
     open_as_ever = os.open
 
@@ -115,9 +115,7 @@ def test_a_full_disk_leaves_room_for_the_outcome(make_run, monkeypatch):
 
 
 def test_a_full_disk_does_not_end_the_task_that_reports_it(run, monkeypatch):
-    def full(*_: Any, **__: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(heartbeat, "write_json", full)
         HeartbeatWriter(run, run.load_cluster().task("chief"), generation=0).update(state="training")

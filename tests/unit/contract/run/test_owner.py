@@ -95,8 +95,7 @@ def test_a_run_is_found_through_a_link_and_a_shell_that_knows_its_folder_left_al
         ),
     ],
 )
-def test_a_damaged_record_owns_nothing(make_run, record):
-    run = make_run(workers=0)
+def test_a_damaged_record_owns_nothing(run, record):
     run.outside(owner.RECORD).parent.mkdir(exist_ok=True)
     run.outside(owner.RECORD).write_text(record)
     assert not supervisor.is_running(run)

@@ -77,8 +77,7 @@ def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[1]", "[{}]", "null", "[[]]", '[{"config.json": 1}]'])
-def test_a_note_that_is_none_trusts_nothing(make_run, text):
-    run = make_run()
+def test_a_note_that_is_none_trusts_nothing(run, text):
     provenance._path(run.name).write_text(text)
     with pytest.raises(UsageError):
         provenance.check_trusted(run)
@@ -98,9 +97,7 @@ COMMANDS = {
 @pytest.fixture
 def ready(started, make_run, monkeypatch) -> Callable[[str], RunFolder]:
     """Makes a run on which a command does something; starting something raises an error."""
-
-    def begin(*_: Any, **__: Any) -> None:
-        raise ClusterError("it was begun")
+    begin = Mock(side_effect=ClusterError("it was begun"))
 
     def make(command: str) -> RunFolder:
         run = started()
@@ -178,8 +175,7 @@ def test_a_folder_of_notes_that_is_another_s_is_refused(started, monkeypatch):
         provenance.check_trusted(run)
 
 
-def test_a_name_has_a_bounded_number_of_notes(make_run):
-    run = make_run()
+def test_a_name_has_a_bounded_number_of_notes(run):
     for seed in range(provenance.NOTES + 5):
         write_json(run.config, {"seed": seed})
         provenance.write_note(run)

@@ -94,13 +94,10 @@ def test_only_a_run_that_succeeded_can_be_made_again(made, make_run):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_rerun_that_is_interrupted_or_terminated_has_stopped(made, make_run, monkeypatch, number):
-    def interrupt(*_: Any) -> None:
-        signal.getsignal(number)(number, None)
-
     first, second = made("one"), make_run("two", workers=0)
     monkeypatch.setattr(planning, "plan", lambda requested: SimpleNamespace(run=second))
     monkeypatch.setattr(startup, "start", lambda *_, **__: None)
-    monkeypatch.setattr(foreground, "follow", interrupt)
+    monkeypatch.setattr(foreground, "follow", lambda *_: signal.getsignal(number)(number, None))
     with pytest.raises(KeyboardInterrupt):
         rerun.repeat_run(first, "", lambda command: pytest.fail("local processes need no command"))
     assert "stopped" == read_json(second.summary)["state"]

@@ -109,8 +109,7 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run, supervised):
 
 
 @pytest.mark.parametrize("age_s", [60, -60, 1e6])
-def test_whoever_asks_once_looks_twice_and_calls_lost_what_does_not_change(make_run, monkeypatch, age_s):
-    run = make_run()
+def test_whoever_asks_once_looks_twice_and_calls_lost_what_does_not_change(run, monkeypatch, age_s):
     assert is_silent(run)
     monkeypatch.setattr(heartbeat, "SECOND_LOOK_S", 0.05)
     for state, shown in (("training", "lost"), ("done", "done")):
@@ -123,8 +122,7 @@ def test_whoever_asks_once_looks_twice_and_calls_lost_what_does_not_change(make_
     assert not is_silent(run)
 
 
-def test_watching_asks_no_engine(make_run, monkeypatch):
-    run = make_run(workers=0)
+def test_watching_asks_no_engine(run, monkeypatch):
     write_json(run.path.parent / ".tensorboard.json", {"runtime": "docker", "port": 6006})
     beat(run, "chief", age_s=0)
     looks: list[int] = []
@@ -141,8 +139,7 @@ def test_watching_asks_no_engine(make_run, monkeypatch):
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run, monkeypatch, capsys, goes_on):
-    run = make_run()
+def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(run, monkeypatch, capsys, goes_on):
     monkeypatch.setattr(foreground.startup, "start_planned", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(foreground.teardown, "in_progress", lambda run: goes_on)
     with pytest.raises(KeyboardInterrupt):
@@ -154,7 +151,7 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(make_run
 def test_an_interrupt_that_also_ends_the_reader_of_the_output_stops_a_run_and_a_second_one_kills_it(
     make_run, monkeypatch, scripted
 ):
-    run = make_run(workers=0)
+    run, interrupt = make_run(workers=0), Mock(side_effect=KeyboardInterrupt)
     if scripted:
         write_json(run.config, {"script": "train.py"})
         run.log("chief").write_text("a line of the script\n")
@@ -184,8 +181,7 @@ def test_the_last_checkpoint_is_evaluated_before_a_run_is_removed(make_run, monk
     assert interrupted is (f"evaluate {run.name}" in capsys.readouterr().err)
 
 
-def test_a_stop_waits_for_the_grace_period_of_scripts(make_run, monkeypatch):
-    run = make_run(workers=0)
+def test_a_stop_waits_for_the_grace_period_of_scripts(run, monkeypatch):
     write_json(run.config, {"script": "train.py"})
     monkeypatch.setenv("SCRIPT_GRACE_S", "600")
     monkeypatch.setattr(foreground, "follow", lambda run, on_status, timeout_s: timeout_s)

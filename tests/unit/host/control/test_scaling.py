@@ -198,8 +198,7 @@ def test_a_run_may_be_scaled_before_it_trains(training):
     assert ["chief"] == seen[-1]
 
 
-def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run):
-    run = make_run()
+def test_an_agent_s_sigterm_does_not_take_the_next_size_away(run):
     assert run.request_stop("invoke scale", then=AfterStop.SCALE)
     assert not run.request_stop("worker-0")
     assert run.after_stop == "scale"
@@ -209,8 +208,7 @@ def test_an_agent_s_sigterm_does_not_take_the_next_size_away(make_run):
     assert "invoke stop" == read_json(run.control / "stop.json")["by"]
 
 
-def test_only_one_s_own_stop_is_withdrawn(make_run):
-    run = make_run()
+def test_only_one_s_own_stop_is_withdrawn(run):
     run.request_stop("invoke scale", then=AfterStop.SCALE)
     run.withdraw_stop()
     assert (False, True, False) == (run.stop_requested, run.stop_withdrawn(0), run.stop_withdrawn(1))

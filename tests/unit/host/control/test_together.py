@@ -154,8 +154,7 @@ def test_a_run_that_goes_on_is_neither_scaled_while_another_is_at_work_on_it_nor
     assert supervisor.is_running(gang.run)
 
 
-def test_a_claim_ends_with_its_process(make_run):
-    run = make_run()
+def test_a_claim_ends_with_its_process(run):
     lines = (
         "import sys, time; from pathlib import Path\n"
         "from cluster.contract.run import claim; from cluster.contract.run.folder import RunFolder\n"
@@ -166,7 +165,7 @@ def test_a_claim_ends_with_its_process(make_run):
         assert holder.stdout
         assert "held\n" == holder.stdout.readline()
         assert claim.is_held(run)
-        message = f"run 'run' is being started by process {holder.pid}"
+        message = f"run 'demo' is being started by process {holder.pid}"
         with pytest.raises(claim.Taken, match=message), claim.hold_claim(run, "ended", wait_s=0):
             pass
         holder.send_signal(signal.SIGKILL)

@@ -124,15 +124,14 @@ def test_down_ends_what_a_removed_folder_left(client, context, tmp_path, capsys)
     assert EXIT_DONE == code_of("down", context, run="gone", timeout="0")
 
 
-def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(make_run, capsys):
-    run = make_run(workers=0)
+def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(run, capsys):
     owner.create_owner(run, "docker")
     end(run, "succeeded")
     sh = Mock(side_effect=RunFailed("the engine is gone"))
     assert EXIT_DONE == foreground.attend(run, "docker", 0, False, sh)
     shown = capsys.readouterr()
     assert "succeeded: " in shown.out
-    assert "invoke down run" in shown.err
+    assert "invoke down demo" in shown.err
     assert owner.read_owner(run)
 
 

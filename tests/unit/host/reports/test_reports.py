@@ -177,8 +177,7 @@ def test_compare_needs_two_runs(ended, names):
     assert EXIT_USAGE == exit_code("compare", *names)
 
 
-def test_curves_hold_finite_numbers_of_every_name(make_run):
-    run = make_run()
+def test_curves_hold_finite_numbers_of_every_name(run):
     for value in (1.0, "x", None, True, math.inf, 2.0):
         with run.metrics("chief").open("a") as file:
             file.write(json.dumps({"step": 1, "odd": value}) + "\n")

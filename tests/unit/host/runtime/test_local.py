@@ -51,8 +51,7 @@ supervisor.keep(lambda: os.kill(os.getpid(), signal.SIGSTOP), lambda: None)
 
 
 @pytest.mark.parametrize("end", ["exit 3", "kill -SEGV $$"])
-def test_an_agent_that_keeps_failing_ends_the_run(make_run, monkeypatch, end):
-    run = make_run(workers=0)
+def test_an_agent_that_keeps_failing_ends_the_run(run, monkeypatch, end):
     dies = {"command": ["sh", "-c", end], "environment": {}}
     write_json(run.compose, {"runtime": "local", "tasks": {"chief": dies}})
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
@@ -62,16 +61,14 @@ def test_an_agent_that_keeps_failing_ends_the_run(make_run, monkeypatch, end):
     assert "its agent failed 4 times" in summary["cause"]["error"]
 
 
-def test_a_supervisor_that_cannot_start_its_tasks_is_reported(make_run):
-    run = make_run(workers=0)
+def test_a_supervisor_that_cannot_start_its_tasks_is_reported(run):
     run.compose.write_text("{}")
     with pytest.raises(TimedOut):
         supervisor.start_supervisor(run)
 
 
 @pytest.mark.parametrize(("most", "attempts"), [(6, 7), (4, 5)])
-def test_an_agent_that_is_killed_comes_back_up_to_a_limit(make_run, monkeypatch, tmp_path, most, attempts):
-    run = make_run(workers=0)
+def test_an_agent_that_is_killed_comes_back_up_to_a_limit(run, monkeypatch, tmp_path, most, attempts):
     script = f"echo >>{tmp_path}/attempts; [ $(wc -l <{tmp_path}/attempts) -gt 6 ] && exit 3; kill -9 $$"
     chief = {"command": ["sh", "-c", script], "environment": {}}
     write_json(run.compose, {"runtime": "local", "tasks": {"chief": chief}})

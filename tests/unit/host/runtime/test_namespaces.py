@@ -106,12 +106,10 @@ def test_two_runs_are_in_two_networks_with_a_loopback_alone(private, start_gang)
     assert 2 == len({network_of(gang.pid("chief")) for gang in gangs})
 
 
-def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(make_run, monkeypatch, tmp_path):
-    run = make_run(workers=0)
+def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(run, monkeypatch, tmp_path):
     started = {"command": ["touch", str(tmp_path / "started")], "environment": {}}
     write_json(run.compose, {"runtime": "local", "network": "private", "tasks": {"chief": started}})
-    refused = PermissionError(errno.EPERM, "Operation not permitted")
-    monkeypatch.setattr(namespaces, "enter", Mock(side_effect=refused))
+    monkeypatch.setattr(namespaces, "enter", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     with pytest.raises(PermissionError):
         supervisor.main(run)
     assert not (tmp_path / "started").exists()
@@ -142,12 +140,12 @@ def test_users_who_are_not_root_stay_who_they_are():
     ],
 )
 def test_what_forbids_it_is_named_with_what_allows_it(tmp_path, monkeypatch, setting, value, filtered, why, fix):
+    refused_with = OSError(errno.EPERM if filtered else errno.ENOSPC, "No space left on device")
     (tmp_path / setting).parent.mkdir()
     (tmp_path / setting).write_text(f"{value}\n")
     monkeypatch.setattr(namespaces, "_SYSCTL", tmp_path)
     monkeypatch.setattr(namespaces, "_filtered", lambda: filtered)
-    error = OSError(errno.EPERM if filtered else errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(namespaces, "enter", Mock(side_effect=error))
+    monkeypatch.setattr(namespaces, "enter", Mock(side_effect=refused_with))
     before = network_of(os.getpid())
     refused = namespaces.refusal()
     assert before == network_of(os.getpid())  # asking changes nothing here

@@ -178,10 +178,8 @@ def test_a_run_that_a_new_process_would_serve_otherwise_is_refused(early, servin
 
 
 def test_what_changes_after_the_imports_and_before_the_start_is_imported_again(start, module):
-    def change() -> None:
-        module.write_text(module.read_text().replace("RATE = 1", "RATE = 2"))
-
-    assert 2 == told(start("changed", STAYS_S, change))["rate"]
+    changed = module.read_text().replace("RATE = 1", "RATE = 2")
+    assert 2 == told(start("changed", STAYS_S, lambda: module.write_text(changed)))["rate"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
