@@ -157,20 +157,3 @@ def test_processes_are_found_by_their_environment(tmp_path):
         assert [child.pid] == found(str(tmp_path))
         assert [] == found(str(tmp_path)[:-1])
         child.kill()
-
-
-def test_a_process_dies_with_its_parent(tmp_path):
-    lines = """
-import subprocess, sys, time
-from cluster.system.processes import die_with_parent
-child = subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent)
-open(sys.argv[1], "w").write(str(child.pid) + "\\n")
-time.sleep(60)
-"""
-    pid_file = tmp_path / "pid"
-    with subprocess.Popen([sys.executable, "-c", lines, str(pid_file)]) as parent:
-        wait_for(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"), "the grandchild")
-        grandchild = processes.identity(int(pid_file.read_text()))
-        assert processes.alive(grandchild)
-        parent.kill()
-    wait_for(lambda: not processes.alive(grandchild), "the grandchild's end")
