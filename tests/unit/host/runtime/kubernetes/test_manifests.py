@@ -21,7 +21,7 @@ from cluster.contract.spec import Role
 from cluster.host import kubernetes
 from cluster.host.kubernetes import NAME, Manifest
 from cluster.host.options.request import Request
-from cluster.system.errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError
+from cluster.system.errors import EXIT_DONE, UsageError
 from cluster.system.files import ROOT
 from tests.support.command_line import exit_code
 
@@ -131,17 +131,6 @@ def test_no_task_has_a_privilege_and_only_the_chief_and_the_workers_have_gpus(ki
         assert (2 if trains else None) == container["resources"]["limits"].get("nvidia.com/gpu")
         values = {each["name"]: each.get("value") for each in container["env"]}
         assert (None if trains else "-1") == values.get("CUDA_VISIBLE_DEVICES")
-
-
-def test_a_failed_run_fails_the_set_and_a_stopped_one_is_started_again():
-    job = kubernetes.jobset(manifest("jobset"))["spec"]
-    assert {"FailJobSet"} == {rule["action"] for rule in job["failurePolicy"]["rules"]}
-    for each in job["replicatedJobs"]:
-        assert "Never" == each["template"]["spec"]["template"]["spec"]["restartPolicy"]
-        rules = each["template"]["spec"]["podFailurePolicy"]["rules"]
-        by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
-        assert {1: "FailJob", 2: "FailJob", 3: "FailJob", 4: "FailJob", EXIT_INTERRUPTED: "Ignore"} == by_code
-        assert EXIT_DONE not in by_code
 
 
 def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
