@@ -20,6 +20,11 @@ WITHOUT_TENSORBOARD = "--tensorboard-port=0"
 """Added to the README's command: a user may hold TensorBoard's port."""
 
 
+def run_to_end(command: list[str], **how: Any) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, **how)
+    assert 0 == done.returncode, done.stdout
+
+
 def commands(example: str) -> list[str]:
     return re.findall(r"^\$ (.*)$", (EXAMPLES / example / "README.md").read_text(), re.MULTILINE)
 
@@ -40,16 +45,8 @@ def typed(clusters, tmp_path) -> Callable[[str], RunFolder]:
         script = "\n".join(commands(example)).replace(" up ", f" up {WITHOUT_TENSORBOARD} ")
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
         folders = {"RUNS_DIR": str(clusters.runs_dir), "DATA_DIR": str(tmp_path / "data")}
-        done = subprocess.run(
-            ["/bin/bash", "-ec", script],
-            cwd=tmp_path,
-            env=os.environ | folders | NO_ENGINE | {"PATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
-        )
-        assert 0 == done.returncode, done.stdout
+        environment = os.environ | folders | NO_ENGINE | {"PATH": path}
+        run_to_end(["/bin/bash", "-ec", script], cwd=tmp_path, env=environment)
         (made,) = set(clusters.runs_dir.glob("*/summary.json")) - before
         return RunFolder(made.parent)
 
@@ -99,16 +96,8 @@ def test_a_notebook_must_start_a_cluster_plot_its_metrics_and_stop_it(clusters, 
     for library in ("nbclient", "ipykernel", "matplotlib"):
         pytest.importorskip(library, reason=f"{library} is in requirements/dev.lock")
     folders = {name: str(tmp_path) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTE, f"--output={tmp_path / 'executed.ipynb'}", str(NOTEBOOK)],
-        cwd=NOTEBOOK.parent,
-        env=os.environ | clusters.settings | folders,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    assert 0 == done.returncode, done.stdout
+    command = [sys.executable, "-c", EXECUTE, f"--output={tmp_path / 'executed.ipynb'}", str(NOTEBOOK)]
+    run_to_end(command, cwd=NOTEBOOK.parent, env=os.environ | clusters.settings | folders)
     cells = json.loads((tmp_path / "executed.ipynb").read_text())["cells"]
     shown = [output for cell in cells for output in cell.get("outputs", [])]
     assert [] == [output for output in shown if output["output_type"] == "error"]

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from cluster.agent.attempt import Restarter
+from cluster.agent.run_view import RunView
 from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
@@ -32,6 +34,11 @@ def beat(run: RunFolder, task: str, state: str = "training", *, age_s: float = 0
 def save(run: RunFolder, *steps: int) -> None:
     for step in steps:
         write_json(run.checkpoints / f"ckpt-{step}.json", {"step": step, "files": {}})
+
+
+def restarter_of(run: RunFolder, task: str = "chief") -> Restarter:
+    spec = run.load_cluster()
+    return Restarter(RunView(run), spec, spec.task(task))
 
 
 def end(run: RunFolder, state: str, **cause: Any) -> dict[str, Any]:

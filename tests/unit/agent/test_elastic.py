@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.agent import agent, elastic, rendezvous
-from cluster.agent.attempt import Restarter
 from cluster.agent.decide import Phase
 from cluster.agent.elastic import AGAIN_S, GONE_S, LONGEST_S, STEADY_S, Members, Returns
 from cluster.agent.run_view import RunView
@@ -20,6 +19,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop
 from cluster.system.json_files import read_json, write_json
+from tests.support.beats import restarter_of
 from tests.support.waiting import wait_for
 
 
@@ -39,7 +39,7 @@ from tests.support.waiting import wait_for
     ],
 )
 def test_a_run_continues_without_workers_as_long_as_enough_are_left(missing, min_workers, left_out):
-    assert left_out == elastic.leave_out(spec.build(3, len(missing & {"ps-0"})), missing, min_workers)
+    assert left_out == elastic.leave_out(spec.build(3, ps=1), missing, min_workers)
 
 
 def test_the_patience_with_a_flapping_task_grows_and_is_bounded():
@@ -108,11 +108,6 @@ def record(run: RunFolder, **elasticity: object) -> None:
 def members_of(run: RunFolder, task: str = "chief") -> Members:
     cluster = run.load_cluster()
     return Members(RunView(run), cluster, cluster.task(task))
-
-
-def restarter_of(run: RunFolder) -> Restarter:
-    cluster = run.load_cluster()
-    return Restarter(RunView(run), cluster, cluster.task("chief"))
 
 
 def agent_of(run: RunFolder, task: str) -> agent.Agent:

@@ -8,7 +8,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,10 +17,10 @@ from cluster.agent.hub import urgent
 from cluster.agent.run_view import RunView
 from cluster.contract.run import joining
 from cluster.contract.run.folder import RunFolder
-from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop, Generation
 from cluster.system import connection
 from cluster.system.connection import Channel
+from tests.support.beats import beat
 from tests.support.waiting import wait_for
 
 
@@ -58,12 +57,6 @@ def linked(board: RunView) -> RunView:
     wait_for(lambda: board.is_relieved, "the hub")
     _ = board.generation, board.outcome, board.stop_requested  # read once
     return board
-
-
-def beat(run: RunFolder, task: str, **values: Any) -> None:
-    heartbeat = HeartbeatWriter(run, run.load_cluster().task(task), run.generation)
-    heartbeat.update(**{"state": "training"} | values)
-    heartbeat.write()
 
 
 @pytest.mark.usefixtures("blind")

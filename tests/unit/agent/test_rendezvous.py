@@ -62,18 +62,14 @@ def test_who_has_met_an_earlier_attempt_need_not_answer_this_one(three):
     ]
 
 
-def test_a_complete_cluster_passes_and_frees_its_ports(three):
-    assert [None] * 3 == [arrival.exception(10) for arrival in [arrive(three, task.name) for task in three.tasks]]
+def test_nobody_passes_before_the_last_has_come_and_then_all_free_their_ports(three):
+    early = [arrive(three, "chief"), arrive(three, "worker-0")]
+    assert not futures.wait(early, 0.5, futures.FIRST_COMPLETED).done
+    assert [None] * 3 == [arrival.exception(10) for arrival in [*early, arrive(three, "worker-1")]]
     for task in three.tasks:  # TensorFlow's servers come next
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("127.0.0.1", task.port))
-
-
-def test_nobody_passes_before_the_last_has_come(three):
-    early = [arrive(three, "chief"), arrive(three, "worker-0")]
-    assert not futures.wait(early, 0.5, futures.FIRST_COMPLETED).done
-    assert [None] * 3 == [arrival.exception(10) for arrival in [*early, arrive(three, "worker-1")]]
 
 
 def test_the_chief_alone_does_not_wait():

@@ -180,12 +180,18 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(machine
     assert standing_by.take() is None  # it is not handed over
 
 
-def test_without_enough_memory_there_is_no_standby_process(monkeypatch):
-    monkeypatch.setattr(standby.memory, "available_bytes", lambda: standby.RESERVE_BYTES)
+@pytest.mark.parametrize(
+    ("available", "headroom"),
+    [(standby.RESERVE_BYTES, 2**50), (2**50, standby.OWN_RESERVE_BYTES)],
+    ids=["of the machine", "of the task"],
+)
+def test_without_enough_memory_there_is_no_standby_process(monkeypatch, available, headroom):
+    monkeypatch.setattr(standby.memory, "available_bytes", lambda: available)
+    monkeypatch.setattr(standby.memory, "headroom_bytes", lambda: headroom)
     standing_by = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
     standing_by.keep(training=True)
     standing_by.keep(training=True)
-    assert standing_by.take() is None
+    assert (True, None) == (standing_by.settled, standing_by.take())
 
 
 def test_a_standby_process_with_a_cluster_takes_as_much_memory_as_the_program(monkeypatch):

@@ -72,15 +72,11 @@ def test_a_run_that_ended_stays_ended(run):
     assert "succeeded" == run.outcome.state
 
 
-def test_a_task_that_does_not_start_is_waited_for_only_so_long(run):
+def test_a_task_that_does_not_start_is_waited_for_only_so_long_and_an_elastic_run_does_without_a_worker(run):
     take_places(run, "chief")
     with pytest.raises(TimedOut, match="worker-0"):
         slurm.assemble(run)
-
-
-def test_an_elastic_run_does_without_a_worker_that_does_not_start(run):
     write_json(run.control / "started.json", {"min_workers": 0})
-    take_places(run, "chief")
     assert ["node-0:20000", "worker-0:2222"] == [task.address for task in slurm.assemble(run).tasks]
     (slurm.places(run) / "chief.json").unlink()
     with pytest.raises(TimedOut, match="chief"):

@@ -7,14 +7,13 @@ import sys
 
 import pytest
 
-from cluster.agent.attempt import Restarter
-from cluster.agent.run_view import RunView
 from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, EndedAttempt
 from cluster.contract.recovery.step_record import RecordedStep, StepRecord
 from cluster.contract.run.folder import RunFolder
 from cluster.system.files import ROOT
 from cluster.system.json_files import write_json
+from tests.support.beats import restarter_of
 from train.loops import loop
 from train.loops.actions import EndTraining
 from train.loops.steps import LoopResult, Request, Signals, no_request
@@ -91,11 +90,6 @@ def test_failures_before_a_resume_do_not_count(run):
     run.begin_generation(3, resumed=True)
     assert [] == attempt_limits.attempts_of_gang(run, 3) == attempt_limits.attempts_of_task(run, "worker-0")
     assert 0 == attempt_limits.count_restarts(run, "worker-0")
-
-
-def restarter_of(run: RunFolder, task: str = "chief") -> Restarter:
-    spec = run.load_cluster()
-    return Restarter(RunView(run), spec, spec.task(task))
 
 
 class Recorder(loop.Periodic):

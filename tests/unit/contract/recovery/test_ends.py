@@ -72,13 +72,10 @@ def test_a_crash_in_native_code_names_the_call(tmp_path, number):
     assert (-number, "in forward (<string>:3)") == (code, error)
 
 
-def test_what_native_code_says_before_it_aborts_is_the_error():
+def test_what_native_code_says_before_it_aborts_is_the_error_and_what_it_logs_behind_one_is_not():
     said = ["step 2", "F0000 00:00:17 7 tensor.cc:5] Check failed: a == b (1 vs. 2)", "*** stack ***"]
     assert "Check failed: a == b (1 vs. 2)" == ends.find_error(said, -signal.SIGABRT)
-
-
-def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it():
-    lines = [
+    logged = [
         "Traceback (most recent call last):",
         '  File "x.py", line 1, in <module>',
         "2026-11-22 05:52:23.1: W tensorflow/core/a.cc:1] careful",
@@ -86,7 +83,7 @@ def test_lines_that_tensorflow_logs_behind_an_error_are_no_part_of_it():
         "  b",
         "W0000 00:00:1700000000.1 7 a.cc:1] careful",
     ]
-    assert "ValueError: a b" == ends.find_error(lines, 70)
+    assert "ValueError: a b" == ends.find_error(logged, 70)
 
 
 @pytest.mark.parametrize("lines", [1, 300])

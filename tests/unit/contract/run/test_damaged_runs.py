@@ -74,14 +74,21 @@ def commands(monkeypatch, resolved):
 
 
 @pytest.fixture
-def runs(make_run) -> tuple[RunFolder, RunFolder]:
-    """A run that succeeded, and one that nothing has ended."""
-    calm, going = make_run("calm", workers=1), make_run("going", workers=1)
-    for run in (calm, going):
-        damage.fill(run)
-    calm.end("succeeded", task="chief")
-    summary.write_summary(calm, settle_s=0)
-    return calm, going
+def calm(make_run) -> RunFolder:
+    """A run that succeeded."""
+    run = make_run("calm", workers=1)
+    damage.fill(run)
+    run.end("succeeded", task="chief")
+    summary.write_summary(run, settle_s=0)
+    return run
+
+
+@pytest.fixture
+def going(make_run) -> RunFolder:
+    """A run that nothing has ended."""
+    run = make_run("going", workers=1)
+    damage.fill(run)
+    return run
 
 
 @contextlib.contextmanager
@@ -120,10 +127,10 @@ def contents(run: RunFolder) -> dict[str, bytes]:
     max_examples=30,
 )
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 4))
-def test_commands_say_what_is_wrong(runs, capsys, which, seed, count):
+def test_commands_say_what_is_wrong(calm, going, capsys, which, seed, count):
     """Damage one of two runs and call commands on it; the other comes out as it was."""
     draw = random.Random(seed)
-    run, other = runs if draw.random() < 0.5 else runs[::-1]
+    run, other = (calm, going) if draw.random() < 0.5 else (going, calm)
     with pytest.MonkeyPatch.context() as patch, copies(run, other, patch) as (bad, good):
         outside = Path(good.path.parent.parent, "outside")
         outside.mkdir()
@@ -148,13 +155,8 @@ SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in ran
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_runs_of_a_damaged_run_is_ended(seed, make_run, start_gang):
-    draw = random.Random(seed)
-    calm = make_run("calm", workers=1)
-    damage.fill(calm)
-    calm.end("succeeded", task="chief")
-    summary.write_summary(calm, settle_s=0)
-    before = contents(calm)
+def test_what_runs_of_a_damaged_run_is_ended(seed, calm, start_gang):
+    draw, before = random.Random(seed), contents(calm)
     gang = start_gang("work()", workers=1)
     for task in ("chief", "worker-0"):
         wait_for(lambda task=task: gang.beat(task).state == "training", f"{task} to train")

@@ -151,7 +151,7 @@ def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(run, mon
 def test_an_interrupt_that_also_ends_the_reader_of_the_output_stops_a_run_and_a_second_one_kills_it(
     make_run, monkeypatch, scripted
 ):
-    run, interrupt = make_run(workers=0), Mock(side_effect=KeyboardInterrupt)
+    run = make_run(workers=0)
     if scripted:
         write_json(run.config, {"script": "train.py"})
         run.log("chief").write_text("a line of the script\n")

@@ -131,17 +131,6 @@ def test_memory_is_short_where_little_is_left_or_it_is_waited_for(kernel, monkey
     assert short == machine.is_short()
 
 
-def test_a_standby_process_leaves_room_for_its_own_task(kernel, monkeypatch):
-    monkeypatch.setenv("STANDBY", "1")
-    monkeypatch.setenv("STANDBY_DELAY_S", "0")
-    monkeypatch.setattr(standby.memory, "available_bytes", lambda: 100 * GIB)
-    kernel(V2 | {"memory.current": str(4 * GIB)})  # 1 GiB of it files
-    kept = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
-    kept.keep(training=True)
-    kept.keep(training=True)
-    assert kept.settled and kept.take() is None
-
-
 @pytest.mark.parametrize(
     ("code", "kills", "standby_kills", "kind", "cause"),
     [
