@@ -16,7 +16,7 @@ from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import teardown
 from cluster.host.nvidia import Placement
-from cluster.host.runtime import namespaces, supervisor, warm
+from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang, StartGang
@@ -89,22 +89,6 @@ def test_if_the_import_fails_each_task_reports_it(start, before_start):
     assert "succeeded" == gang.summary()["state"]
     assert {"chief": "[]", "worker-0": "[]"} == loaded_by(gang)
     assert gang.run.log("supervisor").read_text().endswith("ImportError: no such library\n")
-
-
-def test_a_run_gets_what_was_imported_before_its_folder_was_complete(start, monkeypatch):
-    begin, early = supervisor.start_supervisor, []
-
-    def hand_over(run: RunFolder) -> None:
-        early.append(warm.EarlySupervisor(run, run.composed, run.load_config(), "multiworker"))
-        assert early[0].serves(run)
-        begin(run, early[0])
-
-    monkeypatch.setattr(supervisor, "start_supervisor", hand_over)
-    network = "host" if namespaces.refusal() else "private"
-    gang = start(f"{LOADED}\ntrain(2), meet(), finish()", workers=1, network=network)
-    assert "succeeded" == gang.summary()["state"]
-    assert early[0].pid == gang.keeper["pid"]
-    assert {f"[{early[0].process.pid}]"} == set(loaded_by(gang).values())
 
 
 @pytest.mark.parametrize("network", ["host", "private"])

@@ -84,11 +84,16 @@ def serving(early) -> int:
 def start(start_gang, monkeypatch, module) -> Callable[..., Gang]:
     """Starts a run that tells what its tasks have; `before_start` is called between its imports and its start."""
 
-    def start(name: str, keep_s: float = 0.0, before_start: Callable[[], object] = lambda: None, **more: str) -> Gang:
+    def start(
+        name: str,
+        keep_s: float = 0.0,
+        before_start: Callable[[warm.EarlySupervisor], object] = lambda early: None,
+        **more: str,
+    ) -> Gang:
         def begin(run: RunFolder) -> None:
             early = warm.EarlySupervisor(run, run.composed, run.load_config(), "multiworker", keep_s)
             assert early.serves(run)
-            before_start()
+            before_start(early)
             start_supervisor(run, early)
 
         start_supervisor = supervisor.start_supervisor
@@ -121,7 +126,10 @@ def parent(pid: int) -> int:
 
 def test_runs_of_one_import_have_what_those_of_their_own_import_have(start, module):
     network = "host" if namespaces.refusal() else "private"
-    cold = told(start("cold", network=network))
+    orders: list[warm.EarlySupervisor] = []
+    gang = start("cold", before_start=orders.append, network=network)
+    cold = told(gang)
+    assert [gang.keeper["pid"]] == [order.pid for order in orders]
     first = told(start("first", STAYS_S, network=network))
     serving, folder = stays(), module.parents[1] / "runtime" / "tf-cluster"
     (socket,) = folder.iterdir()
@@ -179,7 +187,7 @@ def test_a_run_that_a_new_process_would_serve_otherwise_is_refused(early, servin
 
 def test_what_changes_after_the_imports_and_before_the_start_is_imported_again(start, module):
     changed = module.read_text().replace("RATE = 1", "RATE = 2")
-    assert 2 == told(start("changed", STAYS_S, lambda: module.write_text(changed)))["rate"]
+    assert 2 == told(start("changed", STAYS_S, lambda early: module.write_text(changed)))["rate"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
