@@ -39,7 +39,7 @@ from tests.support.waiting import wait_for
     ],
 )
 def test_a_run_continues_without_workers_as_long_as_enough_are_left(missing, min_workers, left_out):
-    assert left_out == elastic.leave_out(spec.build(3, ps=1), missing, min_workers)
+    assert left_out == elastic.leave_out(spec.build(3, len(missing & {"ps-0"})), missing, min_workers)
 
 
 def test_the_patience_with_a_flapping_task_grows_and_is_bounded():
