@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from invoke import Config, Context, Exit, MockContext, Result
