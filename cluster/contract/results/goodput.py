@@ -53,6 +53,12 @@ def split(
     return rounded | {"other": round(max(0.0, wall_s - sum(rounded.values())), 3)}
 
 
+def share(parts: Mapping[str, float] | None) -> float | None:
+    """Return the share of steps that count, with their input, in the times of `split`; None if unknown."""
+    wall_s = sum(parts.values()) if parts else 0.0
+    return (parts["input"] + parts["compute"]) / wall_s if parts and wall_s else None
+
+
 def checkpoint_every_s(newest_first: Iterable[TimeLedger]) -> float | None:
     """Return the planned seconds between checkpoints, from the newest ledger that has them; None if set in steps."""
     saves = next((ledger.saves for ledger in newest_first if ledger.saves), {})

@@ -38,6 +38,7 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
     members = [task.name for task in present.tasks]
     paces = {name: pace for name in members if name in beats and (pace := beats[name].pace)}
     cause = Cause(**{key: getattr(outcome, key) for key in ("task", "exit_code", "step", "error", "time")})
+    parts = goodput.split(started, outcome.time, ledgers, restart_costs.failures(run, started))
     value = Summary(
         state=outcome.state,
         strategy=spec.strategy_class,
@@ -50,8 +51,8 @@ def write_summary(run: RunFolder, settle_s: float = SETTLE_S, outcome: Outcome |
         metrics=result.metrics,
         weights_sha256=result.weights_sha256,
         restarts=tuple(restart_costs.costs(run, started)),
-        goodput=_goodput(run, started, wall_s),
-        goodput_split=goodput.split(started, outcome.time, ledgers, restart_costs.failures(run, started)),
+        goodput=None if (useful := goodput.share(parts)) is None else round(useful, 3),
+        goodput_split=parts,
         checkpoint_every_s=goodput.checkpoint_every_s(reversed(ledgers)),
         pace=replace(stragglers.findings(paces), tasks=paces),
         tasks={name: beats[name].exit_code if name in beats else None for name in names},
@@ -80,17 +81,6 @@ def await_last_heartbeats(run: RunFolder, timeout_s: float) -> None:
         return all(name in beats and beats[name].ended for name in names)
 
     wait_until(written, timeout_s)
-
-
-def _goodput(run: RunFolder, started: float, wall_s: float) -> float | None:
-    """Return the share of the wall time spent in useful steps: not in the start, in saving or in repeated steps."""
-    batch = run.load_config({}).get("global_batch", 0)
-    useful_s, before = 0.0, None
-    for row in run.rows("chief"):
-        if row["time"] >= started and row["examples_per_s"] and before is not None:
-            useful_s += (row["step"] - before) * batch / row["examples_per_s"]
-        before = row["step"]
-    return round(min(1.0, useful_s / wall_s), 3) if useful_s and wall_s > 0 else None
 
 
 def card_lines(run: RunFolder, summary: Summary) -> list[str]:

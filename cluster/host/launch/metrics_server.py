@@ -64,13 +64,12 @@ def render_metrics(run: RunFolder) -> str:
     value = read_status(run, heartbeat.with_lost(beats, silent), with_board=False)
     failures = restart_costs.failures(run, started)
     parts = (ended.goodput_split if ended else goodput.split(started, now, run.ledgers(), failures)) or {}
-    wall_s, useful_s = sum(parts.values()), sum(parts.get(part, 0.0) for part in ("input", "compute"))
     value |= {
         "states": {each: int(each == (ended.state if ended else "running")) for each in ("running", *OutcomeState)},
         "loss": chief_loss(value),
         "logged": ended.metrics if ended else value.get("metrics", {}).get("chief"),
         "parts": parts,
-        "goodput": useful_s / wall_s if wall_s else None,
+        "goodput": goodput.share(parts),
         "restarts": len(restart_costs.costs(run, started)),
     }
     for task in value["tasks"]:

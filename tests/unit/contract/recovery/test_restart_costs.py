@@ -137,12 +137,3 @@ def test_without_a_checkpoint_every_step_is_done_again(run):
     run.event("chief", "initialized", step=0)
     (restart,) = end(run, "succeeded")["restarts"]
     assert 7 == restart["steps_lost"]
-
-
-def test_goodput_is_the_share_of_time_in_steps_that_count(run):
-    started = read_json(run.control / "started.json")["time"]
-    for at, step in enumerate([10, 20, 30], start=1):  # 10 steps of 96 examples at 960 examples/s: a second each
-        append_json(run.metrics("chief"), {"time": started + at, "step": step, "examples_per_s": 960.0})
-    run.end("succeeded")
-    write_json(run.control / "outcome.json", {"state": "succeeded", "time": started + 4})
-    assert 0.5 == summary.write_summary(run, settle_s=0).goodput
