@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cluster.contract.run.folder import RunFolder
-from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.system.json_files import read_json
 from cluster.system.messages import COMMAND
 from train import named
+from train.config import TrainConfig
+from train.data import opening
+from train.data.sources import Source
 from train.model import export
 from train.settings import parts
 
@@ -22,7 +25,9 @@ LOSS_OF_LOGITS = "sparse_categorical_crossentropy"
 """The loss for which models with outputs of a softmax are refused."""
 
 
-def predict(run: RunFolder, image: Path | None, features: Path | None = None) -> list[str]:
+def predict(
+    run: RunFolder, image: Path | None, features: Path | None = None, data_dir: Path = Path("data")
+) -> list[str]:
     """Return the predictions of the exported model as lines of text: the likeliest classes first, or the values.
 
     The JSON file `features` holds one example: nested lists, or a dictionary of them for several inputs. Raises
@@ -31,15 +36,22 @@ def predict(run: RunFolder, image: Path | None, features: Path | None = None) ->
     if not (run.export / "saved_model.pb").exists():
         raise PrerequisiteError(f"run {run.name} has no export yet; wait for its end, or `{COMMAND} export {run.name}`")
     serve = tf.saved_model.load(str(run.export)).signatures["serving_default"]
-    inputs = serve.structured_input_signature[1]
+    inputs, source = serve.structured_input_signature[1], _open_source(run, data_dir)
     if features:
         example = _read_features(features, inputs)
     elif image:
+        if source and {leaf.dtype for leaf in source.record.train.leaves[:1]} != {"uint8"}:
+            raise UsageError(
+                f"--image {image}: the data of {run.name} are not pixels from 0 to 255; pass an example by --features"
+            )
         example = _read_image(run, image, inputs)
     outputs = serve(**example)
     names = read_json(run.export / export.CLASSES, [])
     if not isinstance(names, dict):
-        names, outputs = {"": names}, {"": next(iter(outputs.values()))}
+        several_labels = source and outputs and source.label_shape == tuple(next(iter(outputs.values())).shape[1:])
+        names, outputs = {"": None if several_labels else names}, {"": next(iter(outputs.values()))}
+    elif not names.keys() <= outputs.keys():  # one loss compares all outputs with the labels
+        names = dict.fromkeys(outputs)
     losses = parts.parse_losses(run.load_config().get("loss", LOSS_OF_LOGITS))
     lines = {head: show_outputs(outputs[head][0], names[head], losses.get(head) or losses.get("")) for head in names}
     return [f"{head}:{line}" if head else line for head in names for line in lines[head]]
@@ -56,13 +68,27 @@ def show_outputs(outputs: Any, names: Sequence[str] | None, loss: str | None = L
         return row_by_row(outputs.numpy())
     if outputs.shape.rank > 2:  # an image or similar: the class of each position
         return row_by_row(tf.argmax(outputs, -1).numpy())
-    if outputs.shape.rank == 2:  # a sequence: its last position
-        outputs = outputs[-1]
+    positions = []
+    if outputs.shape.rank == 2:  # a sequence: the class of each position, and more of the last one
+        best = tf.argmax(outputs, -1).numpy()
+        positions, outputs = ["  " + " ".join(names[k] if names else str(k) for k in best)], outputs[-1]
     shares = outputs.numpy()  # another loss may be for a model that ends with a softmax
     if loss == LOSS_OF_LOGITS or shares.min() < 0 or abs(shares.sum() - 1) > 1e-3:
         shares = tf.nn.softmax(outputs).numpy()
     best = np.argsort(-shares)[:SHOWN_CLASSES]
-    return [f"{shares[k]:7.2%}  {names[k] if names else f'class {k}'}" for k in best]
+    return [*positions, *(f"{shares[k]:7.2%}  {names[k] if names else f'class {k}'}" for k in best)]
+
+
+def _open_source(run: RunFolder, data_dir: Path) -> Source | None:
+    """Return the data of a run; None if they are not on this machine, or not known."""
+    config = run.load_config()
+    if "dataset" not in config:  # that of a script
+        return None
+    try:
+        recorded = run if run.data_version.exists() else None
+        return opening.open_source(TrainConfig.from_json(config), data_dir, recorded)
+    except (ClusterError, OSError):
+        return None
 
 
 def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +120,7 @@ def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Read an image at the size of the model's input, `[1, H, W, C] float32` of 0 to 255."""
+    """Read an image at the size and in the type of the model's input, `[1, H, W, C]` of 0 to 255."""
     shapes = {name: spec.shape.as_list() for name, spec in inputs.items()}
     (name, shape), *others = shapes.items()
     if others or len(shape) != 4 or shape[-1] not in (1, 3):
@@ -103,8 +129,10 @@ def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str,
     _, height, width, channels = shape
     try:
         with Image.open(path) as image:
-            resized = image.convert("L" if channels == 1 else "RGB").resize((width, height))
+            upright = ImageOps.exif_transpose(image)
+            resized = upright.convert("L" if channels == 1 else "RGB").resize((width, height))
     except (OSError, UnidentifiedImageError) as error:
         why = error.strerror or "it is not an image"
         raise UsageError(f"--image {path}: {why}; expected a PNG or JPEG file") from None
-    return {name: tf.constant(np.asarray(resized, np.float32).reshape(1, height, width, channels))}
+    pixels = np.asarray(resized, inputs[name].dtype.as_numpy_dtype)
+    return {name: tf.constant(pixels.reshape(1, height, width, channels))}

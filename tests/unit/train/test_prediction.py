@@ -2,13 +2,18 @@
 
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import tensorflow as tf
+from PIL import Image
+from PIL.ExifTags import Base
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
+from train import prediction
+from train.data.dataset_record import Leaf
 from train.model import export, input_types
 from train.prediction import predict, show_outputs
 
@@ -57,7 +62,7 @@ def test_features_are_given_in_the_type_of_an_input(dtype):
         ((2, 4, 3), None, 2),
         ((3,), ["a", "b", "c"], 3),
         ((3,), [], 3),
-        ((4, 3), ["a", "b", "c"], 3),
+        ((4, 3), ["a", "b", "c"], 4),
         ((1,), ["a", "b"], 1),
     ],
 )
@@ -66,6 +71,41 @@ def test_outputs_of_any_shape_can_be_shown(shape, names, lines):
     assert lines == len(shown)
     assert any("%" in line for line in shown) == (names is not None and len(shape) < 3 and shape[-1] > 1)
     assert all(line.isprintable() for line in shown)
+
+
+class WithData:
+    """A run's data of given features and labels."""
+
+    def __init__(self, features: Leaf, label_shape: tuple[int, ...]) -> None:
+        self.label_shape = label_shape
+        self.record = Mock(**{"train.leaves": [features]})
+
+
+def test_images_are_pixels_in_the_type_of_the_input(make_run, tmp_path, monkeypatch):
+    run, inputs = make_run(workers=0), keras.Input((2, 3, 1), dtype="uint8")
+    turned = Image.new("L", (2, 3), 200)  # upright it is 3 x 2
+    turned.putpixel((0, 0), 7)
+    exif = turned.getexif()
+    exif[Base.Orientation] = 6  # turned right
+    turned.save(tmp_path / "photo.png", exif=exif)
+    export.export(keras.Model(inputs, keras.layers.Flatten()(inputs)), run.export, (2, 3, 1), None)
+    assert ["7" if at == 2 else "200" for at in range(6)] == [
+        line.strip() for line in predict(run, tmp_path / "photo.png")
+    ]
+    monkeypatch.setattr(prediction, "_open_source", lambda *_: WithData(Leaf((2, 3, 1), "float32"), ()))
+    with pytest.raises(UsageError, match="--features"):
+        predict(run, tmp_path / "photo.png")
+
+
+def test_several_labels_and_outputs_without_labels_are_values(make_run, tmp_path, monkeypatch):
+    run, inputs, file = make_run(workers=0), keras.Input((2,)), tmp_path / "example.json"
+    file.write_text("[0.25, 0.75]")
+    monkeypatch.setattr(prediction, "_open_source", lambda *_: WithData(Leaf((2,), "float32"), (2,)))
+    export.export(keras.Model(inputs, keras.layers.Identity()(inputs)), run.export, (2,), [])
+    assert ["0.25", "0.75"] == [line.strip() for line in predict(run, None, file)]
+    own = {"mean": keras.layers.Identity()(inputs), "scale": keras.layers.Identity()(inputs)}
+    export.export(keras.Model(inputs, own), run.export, (2,), {"label": ["a", "b"]})
+    assert {"mean", "scale"} == {line.split(":")[0] for line in predict(run, None, file)}
 
 
 def test_probabilities_are_shown_as_they_are(make_run, tmp_path):
