@@ -53,20 +53,22 @@ def write_shards(
     num_shards = num_shards or DEFAULT_SHARDS
     asked = {"num_shards": num_shards, "size": size}
     source = _open_source(name, data_dir, size)
+    # Runs find the examples they began with, also after a sharding at another size.
+    version = source.version if size is None else f"{source.version}-{size}px"
     with store.lock(data_dir, say):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged shards are written again
                 record = ShardRecord.find(data_dir, name)
-                if (record.version, record.asked) == (source.version, asked):
+                if (record.version, record.asked) == (version, asked):
                     return record
         counts = source.open()
-        say(f"sharding {name} {source.version}: {counts['train']} examples to train, {counts['test']} to test")
-        with store.new_folder(data_dir, "shards", name, source.version) as folder:
+        say(f"sharding {name} {version}: {counts['train']} examples to train, {counts['test']} to test")
+        with store.new_folder(data_dir, "shards", name, version) as folder:
             index = _write(folder, source, counts, num_shards, size)
-            index = {"name": name, "version": source.version, "classes": source.classes, "asked": asked, **index}
+            index = {"name": name, "version": version, "classes": source.classes, "asked": asked, **index}
             (folder / "shards.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        store.write_pointer(data_dir, "shards", name, source.version)
-    return ShardRecord.find(data_dir, name, source.version)
+        store.write_pointer(data_dir, "shards", name, version)
+    return ShardRecord.find(data_dir, name, version)
 
 
 def _open_source(name: str, data_dir: Path, size: int | None) -> "Arrays | TfdsSource":

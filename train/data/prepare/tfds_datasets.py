@@ -108,14 +108,19 @@ class TfdsSource:
         if not self._builder.is_prepared():
             self._download()
         known = self._builder.info.splits
-        test = next((split for split in ("test", "validation") if split in known), None)
+        test = next((split for split in ("test", "validation") if split in known and self._is_labelled(split)), None)
         if "train" not in known or test is None:
             raise UsageError(
-                f"{self._name} has the splits {', '.join(sorted(known))}; expected train, and test or validation; "
-                "choose another dataset"
+                f"{self._name} has the splits {', '.join(sorted(known))}; expected train, and test or validation with "
+                "labels; choose another dataset"
             )
         self._names = {"train": "train", "test": test}
         return {split: known[name].num_examples for split, name in self._names.items()}
+
+    def _is_labelled(self, split: str) -> bool:
+        """Whether the first example has a label: competitions keep those of their test split, as -1."""
+        first = self._builder.as_dataset(split=f"{split}[:1]", as_supervised=True)
+        return all(np.min(label) >= 0 for _, label in tfds.as_numpy(first) if np.asarray(label).dtype.kind == "i")
 
     def examples(self, split: str) -> Iterator[tuple[Any, ...]]:
         dataset = self._builder.as_dataset(split=self._names[split], shuffle_files=False, as_supervised=True)

@@ -164,6 +164,7 @@ class TinyThings(tfds.core.GeneratorBasedBuilder):
     image_shape: tuple[int | None, ...] = (2, 2, 3)
     label: Any = tfds.features.ClassLabel(names=["cat", "dog"])
     splits = ("train", "test")
+    unlabelled: tuple[str, ...] = ()
     supervised_keys: Any = ("image", "label")
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -178,7 +179,8 @@ class TinyThings(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
         for i in range(9 if split == "train" else 4):
             shape = [3 + i if size is None else size for size in self.image_shape]
-            yield i, {"image": np.full(shape, i, np.uint8), "label": i % 2}
+            label = -1 if split in self.unlabelled else i % 2
+            yield i, {"image": np.full(shape, i, np.uint8), "label": label}
 
 
 def tiny(data_dir: Path, **options: Any) -> ShardRecord:
@@ -221,6 +223,24 @@ def test_a_name_that_tfds_does_not_know_is_reported(tmp_path, name, named):
         sharding.write_shards(name, tmp_path)
 
 
+def test_a_test_split_without_labels_is_left_for_the_validation_split(tmp_path, monkeypatch):
+    for name, value in (("label", tfds.features.Scalar(np.int64)), ("splits", ("train", "test", "validation"))):
+        monkeypatch.setattr(TinyThings, name, value)
+    monkeypatch.setattr(TinyThings, "unlabelled", ("test", "validation"))
+    with pytest.raises(UsageError, match="with labels"):
+        tiny(tmp_path)
+    monkeypatch.setattr(TinyThings, "unlabelled", ("test",))
+    assert 4 == tiny(tmp_path / "other").test.num_examples
+
+
+def test_each_size_is_a_version_which_runs_find_again(tmp_path):
+    small, large = tiny(tmp_path), tiny(tmp_path, size=4)
+    assert small.version != large.version
+    for record, shape in ((small, (2, 2, 3)), (large, (4, 4, 3))):
+        found = ShardRecord.find(tmp_path, "tiny_things", record.version)
+        assert shape == found.train.example["features"].shape
+
+
 @pytest.mark.parametrize(
     "failure", [PrerequisiteError("example.org: no such host"), AssertionError("put the files\nthere yourself")]
 )
@@ -235,7 +255,9 @@ def test_the_command_shards_and_verifies(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     options = ["--name", "tiny_things", "--data-dir", str(tmp_path)]
     assert 0 == main(["shard", *options, "--shards", "3", "--size", "6"])
-    message = "tiny_things 1.2.3: 9 examples to train, 4 to test, each [6, 6, 3] uint8, 2 classes, in 3 and 3 shards"
+    message = (
+        "tiny_things 1.2.3-6px: 9 examples to train, 4 to test, each [6, 6, 3] uint8, 2 classes, in 3 and 3 shards"
+    )
     assert f"data: {message}" == capsys.readouterr().out.splitlines()[-1]
     assert 0 == main(["verify", *options])
     assert ["ok"] * 6 == [line.split()[1] for line in capsys.readouterr().out.splitlines()]
