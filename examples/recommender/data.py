@@ -9,7 +9,8 @@ def ratings():
     """Yield `(user, item, rating)`, with names as in a table."""
     random = np.random.default_rng(0)
     tastes, traits = random.normal(size=(USERS, 3)) / 2, random.normal(size=(ITEMS, 3)) / 2
-    for user, item in random.integers((USERS, ITEMS), size=(4000, 2)):
+    pairs = random.choice(USERS * ITEMS, size=3000, replace=False)  # none is both trained on and held out
+    for user, item in zip(*divmod(pairs, ITEMS), strict=True):
         yield f"user-{user:03}", f"sku-{item:04}", tastes[user] @ traits[item] + random.normal(0, 0.05)
 
 

@@ -1,11 +1,13 @@
 """A small network for numbers."""
 
+from data import data
 from tensorflow import keras
 
 
 def model(feature_shape, num_outputs):
     """Return the network: features `[B, F]` to values `[B, num_outputs]`."""
     layers = keras.layers
-    return keras.Sequential(
-        [keras.Input(feature_shape), layers.Dense(32, "relu"), layers.Dense(16, "relu"), layers.Dense(num_outputs)]
-    )
+    features, _ = data()["train"]  # not those that are held out
+    normalize = layers.Normalization(mean=features.mean(axis=0), variance=features.var(axis=0))
+    hidden = [layers.Dense(32, "relu"), layers.Dense(16, "relu")]
+    return keras.Sequential([keras.Input(feature_shape), normalize, *hidden, layers.Dense(num_outputs)])
