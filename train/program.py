@@ -28,7 +28,7 @@ from train.data.sources import Source
 from train.loops import custom, fit
 from train.loops.loop import Steps
 from train.loops.training import Setup
-from train.model import initial_weights, layer_state, models, objectives
+from train.model import initial_weights, input_types, layer_state, models, objectives
 from train.model.export import is_legacy
 from train.patches import exact_order, placed_seeds
 from train.pipeline.stage_models import TaskStages
@@ -187,7 +187,7 @@ def explain(error: Exception) -> ClusterError | None:
             "--stages"
         )
     if isinstance(error, tf.errors.OpError):
-        return opening.explain(error) or layer_state.explain(error)
+        return opening.explain(error) or layer_state.explain(error) or input_types.explain(error)
     if isinstance(error, PermissionError):
         return PrerequisiteError(f"{system_error(error)}; give the task's user access to it")
     return None

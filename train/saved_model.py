@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
                 with terminal.quiet_imports():
                     from train.prediction import predict
 
-                lines = predict(run, options.image, options.features)
+                lines = predict(run, options.image, options.features, options.data_dir)
             elif options.command == "evaluate":
                 results = evaluate(run, options.data_dir)
                 shown = "  ".join(f"{name} {value:.4f}" for name, value in results.items() if name.startswith("eval_"))
@@ -120,6 +120,7 @@ def _restore(
     preload.set_variables(config, cluster.strategy)  # as in the training: oneDNN changes bits, in bfloat16 considerably
     with terminal.quiet_imports():
         import tensorflow as tf
+        from tensorflow import keras
 
         from train import patches, strategy
         from train.data import opening
@@ -135,8 +136,10 @@ def _restore(
     new_model = partial(models.build_configured, config, source.feature_shape, source.num_outputs)
     precision = precision_of(cluster.strategy, config.precision)
     with strategy.precision_policy(precision if as_trained else "fp32"):
-        model = new_model()
+        model, policy = new_model(), keras.mixed_precision.global_policy().name
     built = None if as_trained else stage_models.as_trained(new_model, precision)
+    if not as_trained and policy != "float32":  # which the user's module has set
+        model, built = new_model(), model
     warn = partial(print, file=sys.stderr)  # standard output may be JSON
     for _ in range(RESTORE_TRIES):
         newest = checkpoint_files.find_newest_good(run.checkpoints, warn)

@@ -79,7 +79,6 @@ class Callbacks(Action):
             raise UsageError(f"--callbacks {context.config.callbacks!r}: {error}") from None
         self._made = [plain_values.encode_attributes(callback)[0] for callback in self._callbacks]
         self._lost: set[str] = set()
-        self._trained = [weight.path for weight in self._model.trainable_variables]
         encoded = state.encoded.numpy()
         self._progress = CallbackProgress(**plain_values.decode_value(encoded)) if encoded else CallbackProgress()
         if rate is not None and rate != self._progress.rate:  # a resumed run may have another one
@@ -141,12 +140,19 @@ class Callbacks(Action):
 
     def begin_epoch(self, step: int) -> None:
         self._progress.epoch, self._progress.steps, self._progress.sums = self._context.epoch_of(step), 0, {}
-        self._list.on_epoch_begin(self._progress.epoch)
+        with self._same_layers():
+            self._list.on_epoch_begin(self._progress.epoch)
         self._note_stop()
-        if [weight.path for weight in self._model.trainable_variables] != self._trained:
+
+    @contextlib.contextmanager
+    def _same_layers(self) -> Iterator[None]:
+        """Refuse callbacks that freeze layers between epochs: only a restart would compile the step for that."""
+        before = [id(weight) for weight in self._model.trainable_variables]
+        yield
+        if [id(weight) for weight in self._model.trainable_variables] != before:
             raise UsageError(
-                f"--callbacks {self._context.config.callbacks!r} freeze or unfreeze layers, which changes nothing once "
-                "the step is compiled; train in two runs, by --freeze and --init-from"
+                f"--callbacks {self._context.config.callbacks!r} freeze or unfreeze layers between epochs, which "
+                "changes nothing once the step is compiled; do it in on_train_begin, or train in two runs by --freeze"
             )
 
     def before(self, step: int) -> None:
@@ -179,7 +185,8 @@ class Callbacks(Action):
         logs = self._logs()
         if self.report.evaluated_at > self._context.epoch_begin(step - 1):  # as with Keras's `validation_freq`
             logs |= {re.sub("^eval_", "val_", name): value for name, value in self.report.results.items()}
-        self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
+        with self._same_layers():
+            self._list.on_epoch_end(self._context.epoch_of(step - 1), logs)
         self._progress.epoch_logs = logs
         self._note_stop()
         self._progress.steps, self._progress.sums = 0, {}
@@ -311,11 +318,10 @@ def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
             f"--callbacks {reference!r} returned {callbacks!r:.120}; expected a list of "
             f"{keras.callbacks.Callback.__module__.partition('.')[0]} callbacks (use `from tensorflow import keras`)"
         )
-    swap = getattr(keras.callbacks, "SwapEMAWeights", ())
-    sets = [item for item in callbacks if isinstance(item, swap) or getattr(item, "restore_best_weights", False)]
+    sets = [item for item in callbacks if _chooses_weights(item)]
     if sets and context.config.optimizer.ema_evaluate and optimizers.find_averages(context.model.optimizer):
         raise UsageError(
-            f"--callbacks {reference!r}: {type(sets[0]).__name__} sets weights to evaluate, and evaluations use the "
+            f"--callbacks {reference!r}: {type(sets[0]).__name__} chooses weights, and evaluations use the "
             "optimizer's averages instead: add --optimizer.no-ema-evaluate, or leave that out"
         )
     backups = [item for item in callbacks if type(item) is keras.callbacks.BackupAndRestore]
@@ -324,6 +330,14 @@ def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
             f"--callbacks {reference}: BackupAndRestore is left out, as the run's checkpoints do its work", flush=True
         )
     return [item for item in callbacks if item not in backups]
+
+
+def _chooses_weights(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback sets the weights that are evaluated, or keeps those of the best evaluation."""
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return bool(callback.save_best_only) and callback.monitor.startswith("val_")
+    swap = getattr(keras.callbacks, "SwapEMAWeights", ())
+    return isinstance(callback, swap) or getattr(callback, "restore_best_weights", False)
 
 
 def tutorial(run: Path, task: str) -> list[keras.callbacks.Callback]:

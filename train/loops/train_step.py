@@ -236,14 +236,12 @@ def never_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cast_features(model: keras.Model, features: Named) -> Named:
-    """Cast features to the types that a model takes; fail if it declares none and ids would be rounded."""
+    """Cast features to the types that a model takes; fail if it declares none and whole numbers would be rounded."""
 
     def cast(feature: tf.Tensor, dtype: str) -> tf.Tensor:
         if feature.dtype in (tf.int32, tf.int64) and dtype == "float32" and not getattr(model, "inputs", None):
-            advice = "features above 2^24 as float32 are rounded; declare keras.Input(..., dtype='int64')"
-            tf.debugging.assert_less_equal(tf.abs(feature), tf.constant(2**24, feature.dtype), advice)
-            if model.compute_dtype != "float32":  # to which Keras would cast a float
-                return feature
+            largest = tf.constant(input_types.EXACT[model.compute_dtype], feature.dtype)
+            tf.debugging.assert_less_equal(tf.abs(feature), largest, f"{input_types.ROUNDED} {model.compute_dtype};")
         return tf.cast(feature, dtype)
 
     return named.each(cast, features, input_types.input_dtypes(model, features))

@@ -12,7 +12,6 @@ from train.loops import steps
 from train.loops.actions import CheckFinite, EndTraining, Evaluate, KeepSnapshot, Save, Trace
 from train.loops.loop import Action, Stop
 from train.loops.replica_check import FlipBit, ReplicaCheck, copied_variables
-from train.model import models
 from train.saving.checkpoint import CheckpointManager, Encoded
 from train.saving.snapshots import MemorySnapshots
 from train.saving.trees import rate_variable
@@ -58,8 +57,12 @@ class Setup:
         context, rate = self.context, rate_variable(self.policy.optimizer)
         self.checkpoint.generation = context.generation
         first = self.checkpoint.restore(self.gather, self.snapshots)
-        if rate is not None and not context.config.callbacks and models.find_override(context.model) != "train_step":
-            rate.assign(self.rate)  # the user's optimizer function may have another one since the checkpoint
+        if rate is not None and not context.config.callbacks and self.checkpoint.restored_from == "checkpoint":
+            saved = float(tf.convert_to_tensor(rate))
+            if saved != self.rate and context.chief:
+                own = f"the {self.rate:g} of --optimizer.name {context.config.optimizer.name}"
+                advice = "a function that uses its argument follows the run's rate"
+                print(f"warning: the learning rate is the checkpoint's, {saved:g}, not {own}; {advice}", flush=True)
         return first
 
 
@@ -90,7 +93,12 @@ class Training:
             self._check.compare(0, again=True)
         if self.callbacks:
             self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
-            self._evaluate.catch_up(self.first)
+        elif self.first and self._evaluate.next(self.first - 1) == self.first:
+            # Without callbacks no checkpoint says whether the evaluation was done before the stop.
+            done = [row["step"] for row in self._context.run.rows("chief") if "eval_loss" in row]
+            if (done_at := self._setup.gather(self.first if self.first in done else 0)[0]) == self.first:
+                self.report.evaluated_at = done_at
+        self._evaluate.catch_up(self.first)
 
     @property
     def finished(self) -> bool:

@@ -156,7 +156,8 @@ class GradientPolicy:
             self.apply(self.sum(grads), trainable_variables or optimizer._trainable_variables)
 
         optimizer.apply = apply
-        optimizer.scale_loss = lambda loss: loss if (scale := self.loss_gradient) is None else loss * scale
+        if self.loss_scale is not None:
+            optimizer.scale_loss = lambda loss: loss * self.loss_gradient
 
     def check_scale(self, step: int) -> None:
         if self.loss_scale is not None and float(self.loss_scale.scale.numpy()) < 1:

@@ -6,7 +6,21 @@ from typing import Any
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.system.errors import UsageError
 from train.named import Named
+
+EXACT = {"float64": 2**24, "float32": 2**24, "bfloat16": 2**8, "float16": 2**11}
+"""The largest whole number up to which a model's inputs are exact, by the type in which it computes."""
+ROUNDED = "whole numbers are rounded in the type of the model's inputs,"
+INSTEAD = "declare inputs = keras.Input(shape, dtype='int64') and return keras.Model(inputs, model(inputs))"
+
+
+def explain(error: Exception) -> UsageError | None:
+    """Translate TensorFlow's error about features that the model would round; None for other errors."""
+    _, rounded, rest = str(error).partition(ROUNDED)
+    if not rounded:
+        return None
+    return UsageError(f"--model takes features as {rest.partition(';')[0].strip()}, which rounds their ids; {INSTEAD}")
 
 
 def input_dtypes(model: keras.Model, features: Named) -> Named:

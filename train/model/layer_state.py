@@ -78,7 +78,8 @@ def own_optimizers(model: keras.Model) -> dict[str, Any]:
         optimizers = [part for part in parts if isinstance(part, tf.keras.optimizers.Optimizer)]
         owned |= {f"{name}[{at}]" if at else name: optimizer for at, optimizer in enumerate(optimizers)}
     owned.pop("optimizer", None)
-    return owned
+    first = {id(optimizer): name for name, optimizer in reversed(owned.items())}  # it may have several attributes
+    return {name: optimizer for name, optimizer in owned.items() if first[id(optimizer)] == name}
 
 
 def find_assigned(variables: Mapping[str, tf.Variable], graph: tf.Graph) -> dict[str, tf.Variable]:

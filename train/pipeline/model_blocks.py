@@ -48,8 +48,7 @@ class ModelBlock:
 
 def split_model(model: keras.Model) -> list[ModelBlock]:
     """Return the blocks of a Sequential or functional model with one input and one output."""
-    if not getattr(type(model).call, "__module__", "").startswith("keras."):
-        raise UsageError(f"--strategy pipeline: {type(model).__name__} overrides call, which stages would leave out")
+    _check_calls(model)
     if isinstance(model, keras.Sequential):
         model = model._functional
     if not isinstance(model, keras.Model) or not hasattr(model, "_nodes_by_depth") or len(model.inputs) != 1:
@@ -76,8 +75,18 @@ def split_model(model: keras.Model) -> list[ModelBlock]:
     ]
 
 
+def _check_calls(model: keras.Model) -> None:
+    """Check that a model computes what its graph says."""
+    for name in ("call", "__call__"):
+        if not getattr(getattr(type(model), name), "__module__", "").startswith("keras."):
+            raise UsageError(
+                f"--strategy pipeline: {type(model).__name__} overrides {name}, which stages would leave out"
+            )
+
+
 def rebuild_with_shape(model: keras.Model, feature_shape: Any) -> keras.Model:
     """Rebuild a model with an incompletely declared input shape for this shape, with the same layers."""
+    _check_calls(model)
     functional = model._functional if isinstance(model, keras.Sequential) else model
     inputs: list[Any] = getattr(functional, "inputs", None) or []
     if len(inputs) != 1 or not hasattr(functional, "_nodes_by_depth") or None not in inputs[0].shape[1:]:

@@ -70,8 +70,10 @@ class CheckpointManager:
     """Seconds that writing the last checkpoint took, concurrently with the training."""
 
     def __post_init__(self) -> None:
-        optional = {"loss_scale": self.loss_scale, "callbacks": self.callbacks}
-        self._parts = {"step": self.step, **parts_of_model(self.model), "optimizer": self.optimizer}
+        model = parts_of_model(self.model)
+        own_optimizers = model.pop("own_optimizers", None)
+        optional = {"loss_scale": self.loss_scale, "callbacks": self.callbacks, "own_optimizers": own_optimizers}
+        self._parts = {"step": self.step, **model, "optimizer": self.optimizer}
         self._optional = {name: part for name, part in optional.items() if part is not None}
         self.tree = tf.train.Checkpoint(**self._parts, **self._optional)
         self._copy: Snapshot | None = None
@@ -95,11 +97,9 @@ class CheckpointManager:
         )
         if newest is not None:
             self.restored_from = "checkpoint"
-            saved = [name for name, _ in tf.train.list_variables(newest.prefix)]
-            saved_parts = {name.partition("/")[0] for name in saved}
+            saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
             optional = {name: part for name, part in self._optional.items() if name in saved_parts}
-            with_rate = any(name.startswith("optimizer/_learning_rate/") for name in saved)
-            optimizer = as_saved(self.optimizer, with_rate=with_rate)
+            optimizer = as_saved(self.optimizer, newest.prefix)
             checkpoint = tf.train.Checkpoint(**self._parts | optional | {"optimizer": optimizer})
             if self.joint:
                 mirror = Mirror(checkpoint, lambda variable: variable if variable.is_initialized() else None)

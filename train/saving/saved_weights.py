@@ -9,7 +9,7 @@ from tensorflow import keras
 
 from train.config import TrainConfig
 from train.model import optimizers
-from train.saving.trees import Mirror, all_variables, parts_of_model, renew_adapted
+from train.saving.trees import Mirror, all_variables, as_saved, parts_of_model, renew_adapted
 
 
 def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
@@ -25,7 +25,9 @@ def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trai
 
 def load_trained(model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
     """Load the trained weights of a checkpoint into a model; see `load_evaluated`."""
-    checkpoint = tf.train.Checkpoint(**parts_of_model(as_trained or model))
+    parts = parts_of_model(as_trained or model)
+    parts.pop("own_optimizers", None)
+    checkpoint = tf.train.Checkpoint(**parts)
     if as_trained:
         pairs = zip(all_variables(as_trained), all_variables(model), strict=True)
         variables = {id(saved): variable for saved, variable in pairs}
@@ -40,7 +42,8 @@ def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
         return
     optimizer = optimizers.build_for_model(config, model)
     if means := optimizers.find_averages(optimizer):
-        tf.train.Checkpoint(optimizer=optimizer).read(prefix).assert_existing_objects_matched().expect_partial()
+        saved = as_saved(optimizer, prefix)
+        tf.train.Checkpoint(optimizer=saved).read(prefix).assert_existing_objects_matched().expect_partial()
         for variable, mean in zip(model.trainable_variables, means, strict=True):
             variable.assign(mean)
 

@@ -49,12 +49,13 @@ def rate_variable(optimizer: Any) -> Any:
     return rate if isinstance(rate, (tf.Variable, getattr(keras, "Variable", tf.Variable))) else None
 
 
-def as_saved(optimizer: Any, *, with_rate: bool) -> Any:
-    """Return an optimizer as in a checkpoint `with_rate`, with or without a variable of the learning rate.
+def as_saved(optimizer: Any, prefix: str) -> Any:
+    """Return an optimizer as in a checkpoint: with or without a variable of the learning rate.
 
     A run may be resumed with callbacks, which need the variable, or with another schedule.
     """
-    rate = rate_variable(optimizer)
+    rate, saved = rate_variable(optimizer), tf.train.list_variables(prefix)
+    with_rate = any(name.startswith("optimizer/_learning_rate/") for name, _ in saved)
     step, *slots = [variable for variable in optimizer.variables if variable is not rate]
     if isinstance(step, tf.Variable) or with_rate == (rate is not None):  # tf_keras does not list the rate
         return optimizer
@@ -121,6 +122,8 @@ def renew_adapted(model: Any) -> None:
 def parts_of_model(model: Any) -> dict[str, Any]:
     """Return the parts of a checkpoint for a model: the model, and `untracked` with variables that TensorFlow misses.
 
+    `own_optimizers` has those of the model's own optimizers, which only a training needs.
+
     TensorFlow finds variables by the attributes of layers, but Keras 3 hides lists and dictionaries from it
     (`keras/src/backend/tensorflow/trackable.py`), such as the layers of `self.blocks = [...]`. Their variables are
     numbered in the model's order.
@@ -129,14 +132,16 @@ def parts_of_model(model: Any) -> dict[str, Any]:
     known = {id(variable) for variable, _ in found}
     # Without the states of random generators, from which steps do not draw.
     variables = [*map(unwrap, model.weights), *layer_state.tensorflow_variables(model).values()]
+    parts = {"untracked": variables}
     if hasattr(model, "metrics_variables"):  # not tf_keras, which hides nothing
         optimizers = layer_state.own_optimizers(model).values()
-        variables += [unwrap(variable) for optimizer in optimizers for variable in optimizer.variables]
-    untracked = tf.Module()
-    for number, variable in enumerate(variables):
-        if id(variable) not in known:
-            setattr(untracked, f"variable_{number}", variable)
-    return {"model": model} | ({"untracked": untracked} if untracked.variables else {})
+        parts["own_optimizers"] = [unwrap(variable) for optimizer in optimizers for variable in optimizer.variables]
+    modules = {name: tf.Module() for name in parts}
+    for name, module in modules.items():
+        for number, variable in enumerate(parts[name]):
+            if id(variable) not in known:
+                setattr(module, f"variable_{number}", variable)
+    return {"model": model} | {name: module for name, module in modules.items() if module.variables}
 
 
 class Snapshot(Mirror):

@@ -68,18 +68,34 @@ def warn_of_sum(model: keras.Model, replicas: int) -> None:
 
 def _uses_keras_loss(model: keras.Model, functions: list[types.FunctionType], used: set[str]) -> bool:
     """Whether a model's methods use loss objects of Keras, which divide what they reduce."""
-    scopes = [*(function.__globals__ for function in functions), *map(vars, type(model).__mro__), vars(model)]
-    values = [scope[name] for scope in scopes for name in used & scope.keys()]
+    values = [value for layer in model._flatten_layers() for value in vars(layer).values()]
+    values += [value for kind in type(model).__mro__ for name, value in vars(kind).items() if name in used]
+    values += [value for function in functions for value in _values_in(function)]
+    for value in list(values):
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
     kinds = {name for name, kind in vars(keras.losses).items() if isinstance(kind, type)}
     held = [value for value in values if isinstance(value, keras.losses.Loss)]
     return bool(kinds & used) or any(loss.reduction not in (None, "none") for loss in held)
 
 
 def _own_functions(model: keras.Model) -> list[types.FunctionType]:
-    """Return the methods of a model's classes outside of Keras, without `__init__`."""
+    """Return the methods of a model's classes outside of Keras, without `__init__`, and the functions they call."""
     theirs = [vars(each).items() for each in type(model).__mro__ if not each.__module__.startswith("keras.")]
-    functions = [_function(method) for methods in theirs for name, method in methods if name != "__init__"]
-    return [function for function in functions if inspect.isfunction(function)]
+    found = [method for methods in theirs for name, method in methods if name != "__init__"]
+    functions = list[types.FunctionType]()
+    while found:
+        function = _function(found.pop())
+        library = str(getattr(function, "__module__", "")).startswith(("keras", "tensorflow", "numpy"))
+        if inspect.isfunction(function) and not library and function not in functions:
+            functions.append(function)
+            found += _values_in(function)
+    return functions
+
+
+def _values_in(function: types.FunctionType) -> list[Any]:
+    """Return the global variables and those of enclosing functions that a function uses."""
+    names = _names_in(function.__code__) & function.__globals__.keys()
+    return [*(function.__globals__[name] for name in names), *inspect.getclosurevars(function).nonlocals.values()]
 
 
 def _function(method: Any) -> Any:

@@ -35,6 +35,7 @@ from train.startup import fit_checks, preload, primitives
 from train.strategy import precision_policy
 
 EXAMPLES = 2
+COMPUTES = {"bf16": "bfloat16", "fp16": "float16"}
 """Size of the batch for checks of shapes."""
 
 
@@ -125,13 +126,14 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
     for file, (which, (leaf, dtype)) in zip(files, features.items(), strict=False):  # then files of labels
         if not leaf.dtype.startswith("int") or (dtype == "float32" and getattr(model, "inputs", None)):
             continue  # Keras also rounds for a float input
-        most = 2**24 if dtype == "float32" else tf.as_dtype(dtype).max
+        computes = COMPUTES.get(config.precision, model.compute_dtype)
+        most = input_types.EXACT[computes] if dtype == "float32" else tf.as_dtype(dtype).max
         least = -most if dtype == "float32" else tf.as_dtype(dtype).min
         values = np.memmap(file.path, leaf.dtype, "r")
         if wrong := [value for value in (int(values.min()), int(values.max())) if not least <= value <= most]:
             raise UsageError(
-                f"--model {config.model!r} takes features{which} as {dtype}, which cannot hold {wrong[0]}; declare "
-                "keras.Input(..., dtype='int64')"
+                f"--model {config.model!r} takes features{which} as {computes if dtype == 'float32' else dtype}, which "
+                f"cannot hold {wrong[0]}; {input_types.INSTEAD}"
             )
 
 

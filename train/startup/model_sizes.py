@@ -49,10 +49,9 @@ def _count_activation_bytes(model: Any) -> int | None:
             continue
         if isinstance(layer, keras.Model):
             inner = _count_activation_bytes(layer)
-            if inner is None:
-                return None
-            total += inner
-            continue
+            if inner is not None:
+                total += inner
+                continue
         try:
             outputs = tf.nest.flatten(layer.output)
             sizes = [math.prod(int(size) for size in output.shape[1:]) for output in outputs]

@@ -25,7 +25,7 @@ SWITCHES = ("optimizer.ema", "optimizer.momentum")
 """The options whose presence, not value, decides which variables a checkpoint has."""
 FIXED = {
     **dict.fromkeys(("dataset", "source", "seed", "global_batch"), _OTHER_EXAMPLES),
-    **dict.fromkeys(("model", "freeze", "optimizer.name", *SWITCHES), _OTHER_VARIABLES),
+    **dict.fromkeys(("model", "freeze", "optimizer.name"), _OTHER_VARIABLES),
     "init_from": "has begun with other weights",
 }
 """The options that a run with a checkpoint cannot change, and the reason."""
@@ -107,9 +107,11 @@ def check_resumed(run: RunFolder, preset: str, config: Mapping[str, Any], cluste
     if not (done := max(run.saved_steps, default=0)):
         return []
     trained, wanted = dict(flatten(before)), dict(flatten(config))
-    for name, why in FIXED.items():
+    # The optimizers of tf_keras have a variable more if callbacks may set the rate.
+    switches = (*SWITCHES, "callbacks") if cluster.kind.legacy_fit and config.get("loop") == "fit" else SWITCHES
+    for name, why in {**FIXED, **dict.fromkeys(switches, _OTHER_VARIABLES)}.items():
         previous, requested = trained.get(name), wanted.get(name)
-        if name in SWITCHES:
+        if name in switches:
             differs = bool(previous) != bool(requested)
         else:
             differs = previous != requested and None not in (previous, requested)

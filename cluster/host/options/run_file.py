@@ -79,7 +79,7 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
         checked = _value(option, value, path)
         if option.name in taken:
             options[option.name] = checked
-        elif option.group == Group.TRAINS:
+        elif option.group == Group.TRAINS and option.is_given(checked) and option.name != "reuse_data":
             raise UsageError(f"{short_path(path)}: {key!r} cannot be used here; give this command a file without it")
     return RunFile(path, options, tuple(_words(train, "", path)), tuple(args))
 

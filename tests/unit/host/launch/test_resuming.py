@@ -103,6 +103,7 @@ SERVERS = {"workers": 2, "ps": 1}
         ({}, {"preset": "mnist"}, "--preset mnist"),
         ({}, {"optimizer": OPTIMIZER | {"name": "sgd"}}, "--optimizer.name sgd"),
         ({}, {"optimizer": OPTIMIZER | {"ema": 0.9}}, "--optimizer.ema 0.9"),
+        ({"loop": "fit", "topology": SERVERS}, {"loop": "fit", "callbacks": "tutorial"}, "--callbacks tutorial"),
         # One Keras does not read the other's checkpoints.
         ({"loop": "custom", "topology": SERVERS}, {"loop": "fit"}, "Keras"),
         ({"loop": "fit", "topology": SERVERS}, {"loop": "custom"}, "Keras"),

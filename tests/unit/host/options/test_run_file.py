@@ -155,7 +155,7 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path):
 
 def test_a_command_ignores_the_machine_s_options_of_a_file_but_not_what_trains(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text("workers = 1\ngpus = 2\n")
+    path.write_text('workers = 1\ngpus = 2\nscript = ""\nreuse-data = true\n')
     assert {"workers": 1} == run_file.read_run_file(str(path), {"workers"}).options
     path.write_text('workers = 1\ninit-from = "pretrained"\n')
     with pytest.raises(UsageError, match="'init-from'"):

@@ -52,7 +52,11 @@ def test_backups_are_left_to_checkpoints(own_parts, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "swap",
-    [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), keras.callbacks.EarlyStopping(restore_best_weights=True)],
+    [
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        keras.callbacks.EarlyStopping(restore_best_weights=True),
+        keras.callbacks.ModelCheckpoint("best.keras", save_best_only=True),
+    ],
 )
 def test_evaluated_weights_are_chosen_by_the_averages_or_by_a_callback(own_parts, swap):
     own_parts.callbacks = lambda run, task: [swap]

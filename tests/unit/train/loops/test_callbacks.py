@@ -157,8 +157,11 @@ def test_callbacks_that_freeze_layers_are_refused(train):
     """The step is compiled for the layers that train; only a restart would compile it again."""
 
     class Freezes(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.model.layers[-1].trainable = False
+
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.model.layers[-1].trainable = epoch < 1
+            self.model.layers[-1].trainable = epoch > 0
 
     with pytest.raises(UsageError, match="--freeze"):
         train(25, Freezes())

@@ -16,7 +16,7 @@ from tensorflow import keras
 
 from cluster.system.errors import UsageError
 from tests.support import own_module, small_training
-from train import patches
+from train import patches, program
 from train.config import TrainConfig, Transformer
 from train.loops import train_step
 from train.loops.evaluation import new_evaluation
@@ -283,15 +283,18 @@ class Ids(keras.Model):
         return tf.cast(inputs, tf.int32)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_ids_keep_their_values_in_a_model_that_declares_no_types(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "largest"), [("fp32", 2**24), ("bf16", 2**8), ("fp16", 2**11)])
+def test_ids_that_a_model_without_declared_types_would_round_are_refused(precision: str, largest: int) -> None:
     with precision_policy(precision):
         model = Ids()
     for dtype in (tf.int32, tf.int64):
-        ids = tf.constant([[257, 4097, 65_535, 2**24]], dtype)
+        ids = tf.constant([[0, 7, largest]], dtype)
         np.testing.assert_array_equal(ids, model(train_step.cast_features(model, ids)))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"2\^24"):
-        train_step.cast_features(model, tf.constant([2**24 + 1], tf.int64))
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        train_step.cast_features(model, tf.constant([largest + 1], tf.int64))
+    refused = program.explain(error.value)
+    assert isinstance(refused, UsageError)
+    assert f"as {model.compute_dtype}, " in str(refused)
 
 
 def test_a_weight_decay_of_0_turns_it_off() -> None:

@@ -369,9 +369,25 @@ class Unreduced(ByObject):
 OF_MODULE = keras.losses.MeanSquaredError()
 
 
-class ByGlobal(Summed):
+def of_helper(labels: Any, outputs: Any) -> Any:
+    return OF_MODULE(labels, outputs)
+
+
+class ByHelper(Summed):
+    """Uses a function of a loss of its module, as in TensorFlow's DCGAN."""
+
     def train_step(self, data: Any) -> dict[str, Any]:
-        return {"loss": OF_MODULE(data[1], self(data[0]))}
+        return {"loss": of_helper(data[1], self(data[0]))}
+
+
+def enclosed() -> type[Summed]:
+    losses = {"a": keras.losses.MeanSquaredError()}
+
+    class ByClosure(Summed):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {"loss": losses["a"](data[1], self(data[0]))}
+
+    return ByClosure
 
 
 @pytest.mark.parametrize(
@@ -379,7 +395,7 @@ class ByGlobal(Summed):
     [
         *((Summed, 2, True), (Summed, 1, False), (Averaged, 2, False), (Extended, 2, False)),
         *((keras.Sequential, 2, False), (OwnLoss, 2, True), (Penalized, 2, False), (ByObject, 2, False)),
-        *((ByGlobal, 2, False), (Unreduced, 2, True)),
+        *((ByHelper, 2, False), (enclosed(), 2, False), (Unreduced, 2, True)),
     ],
 )
 def test_a_loss_that_adds_up_the_gradients_of_replicas_is_reported(capsys, kind, replicas, warns):
