@@ -137,6 +137,10 @@ class ClusterSpec(Record):
         """Whether the task is a server for others, whose program never ends by itself."""
         return task.role == Role.PS or (task.role == Role.WORKER and self.kind.served)
 
+    def tasks_on_host(self, task: Task) -> int:
+        """Return how many training tasks have a task's host; each container is a separate host."""
+        return sum(other.host == task.host for other in self.tasks if not other.role.is_sidecar)
+
     def calls_first(self, task: Task) -> tuple[Task, ...]:
         """Return the tasks whose TensorFlow servers this task calls as soon as it forms the cluster."""
         if self.kind.served:

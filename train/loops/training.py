@@ -6,6 +6,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from cluster.contract.recovery import snapshot_files
+from cluster.contract.run import membership
 from train.callbacks.callback_actions import Callbacks, CallEpochs
 from train.context import TaskContext
 from train.loops import steps
@@ -51,6 +52,8 @@ class Setup:
             divided = task_stages is not None and not task_stages.whole
             broadcast = None if alone or divided else steps.broadcasting(context.gang)
             self.snapshots = MemorySnapshots(files, self.checkpoint.tree, self.gather, broadcast)
+            placed = membership.cluster_with_addresses(context.run)
+            self.snapshots.sharing = placed.tasks_on_host(placed.task(context.task.name))
 
     def restore(self) -> int:
         """Restore the newest state that all tasks agree on, if there is one; return the number of its steps."""

@@ -25,7 +25,7 @@ NONE = -1
 CHUNK = 2**20
 """Number of 8-byte words that one collective operation copies."""
 ROOM_SHARE = 0.5
-"""Largest share of the available memory that the snapshots may take."""
+"""Largest share of the available memory that the snapshots of all tasks of a machine may take."""
 _HEADER, _LENGTH = struct.Struct("<qqqq"), struct.Struct("<q")
 """Header: steps plus 1, so that zeros mean no snapshot; hash of the layout; bytes of the values; the sum of all other
 words. Each value is preceded by its length."""
@@ -44,6 +44,8 @@ class MemorySnapshots:
     ) -> None:
         """Use two files, given by descriptor. Without `broadcast`, as the tasks differ, each needs its own snapshot."""
         self._files, self._gather, self._broadcast = files, gather, broadcast
+        self.sharing = 1
+        """The number of tasks that share this machine's memory."""
         # Build the tree now: a compiled model refers to its optimizer, which moves the variables in the tree.
         self._tree = _own_variables(checkpoint)
         pairs = zip(self._tree.paths, self._tree.pairs, strict=True)
@@ -55,7 +57,7 @@ class MemorySnapshots:
         """Copy the state after `step` steps, at which all tasks call this; if the memory is too small, only warn."""
         values = [read_octets(variable) for variable, _ in self._tree.pairs]
         length = sum(8 + octets.size + _padding(octets) for octets in values)
-        if not any(os.fstat(file).st_size for file in self._files) and not self._has_room(2 * length):
+        if all(os.fstat(file).st_size <= _HEADER.size for file in self._files) and not self._has_room(2 * length):
             return
         parts = (
             part for octets in values for part in (_LENGTH.pack(octets.size), octets.data, bytes(_padding(octets)))
@@ -65,12 +67,12 @@ class MemorySnapshots:
         _fill(min(self._files, key=_steps_of), _HEADER.pack(*numbers, digest), parts)
 
     def _has_room(self, needed: int) -> bool:
-        has = min(memory.available_bytes(), memory.headroom_bytes())
+        has = min(memory.available_bytes(), memory.headroom_bytes()) // self.sharing  # all look at the same time
         if needed > has * ROOM_SHARE and not self._warned:
             self._warned = True
             print(
-                f"warning: no snapshots in memory: two need {size(needed)}, and {size(has)} are free; after a failure "
-                "the newest checkpoint is restored",
+                f"warning: no snapshots in memory: two need {size(needed)}, and this task's share of the free memory "
+                f"is {size(has)}; after a failure the newest checkpoint is restored",
                 flush=True,
             )
         return needed <= has * ROOM_SHARE
@@ -94,7 +96,7 @@ class MemorySnapshots:
         return step
 
     def _discard(self, files: Iterable[int]) -> None:
-        """Discard snapshots of steps that will be repeated, or that a newer checkpoint replaces."""
+        """Discard snapshots of steps that will be repeated, or that a newer checkpoint replaces; a header remains."""
         for file in files:
             _fill(file, bytes(_HEADER.size), ())
 

@@ -81,6 +81,7 @@ def test_tasks_are_named_after_role_and_index():
     assert (2, ()) == (cluster.replicas, spec.build(0, evaluator=True).members)
     local = spec.build(1, 1).listening((7001, 7002, 7003))
     assert ["127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:7003"] == [task.address for task in local.tasks]
+    assert (1, 3) == tuple(each.tasks_on_host(each.task("chief")) for each in (cluster, local))
 
 
 @pytest.mark.parametrize(

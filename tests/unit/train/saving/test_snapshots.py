@@ -175,17 +175,19 @@ def test_stages_restore_the_newest_snapshot_that_every_stage_has_and_no_step_is_
     assert alone(own[0], states[0]).restore(NONE) is None
 
 
-def test_a_state_that_is_too_large_for_the_memory_is_not_kept(files, monkeypatch, capsys):
-    own, variables = files(), {"large": tf.Variable(tf.zeros([1000]))}
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10_000)
-    taken = alone(own, variables)
+@pytest.mark.parametrize(("sharing", "available", "kept"), [(1, 10_000, None), (1, 20_000, 2), (3, 20_000, None)])
+def test_a_state_that_is_too_large_for_its_memory_is_not_kept(files, monkeypatch, capsys, sharing, available, kept):
+    variables = {"large": tf.Variable(tf.zeros([1000]))}
+    monkeypatch.setattr(memory, "available_bytes", lambda: available)
+    taken = alone(files(), variables)
+    taken.sharing = sharing
     taken.write(1)
     taken.write(2)
-    assert 1 == capsys.readouterr().out.count("warning")
-    assert taken.restore(NONE) is None
+    assert (kept is None) == capsys.readouterr().out.count("warning")
+    assert kept == taken.restore(NONE)
 
 
-def test_the_room_is_looked_for_once(files, monkeypatch):
+def test_the_room_is_looked_for_once_unless_the_files_were_emptied(files, monkeypatch):
     """What one file took is missing where the other is written."""
     own, variables = files(), {"large": tf.Variable(tf.zeros([1000]))}
     taken = alone(own, variables)
@@ -193,6 +195,9 @@ def test_the_room_is_looked_for_once(files, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 0)
     taken.write(2)
     assert 2 == taken.restore(NONE)
+    assert taken.restore(3) is None
+    taken.write(4)
+    assert taken.restore(NONE) is None
 
 
 @pytest.mark.parametrize("seed", range(10))
