@@ -335,12 +335,11 @@ class Agent:
                 left_out = membership.left_out(self.run.folder, generation)
                 self.run.begin_generation(generation + 1, resumed=True, left_out=left_out)
             case BareAction.QUEUE_AGAIN:
-                self.run.request_stop(TASK_LOST, then=AfterStop.REQUEUE)
-                self.run.end("stopped", task=self.task.name)
+                if not self.run.is_over_by_now(generation):  # the chief may have continued without this task
+                    self.run.request_stop(TASK_LOST, then=AfterStop.REQUEUE)
+                    self.run.end("stopped", task=self.task.name)
             case EndRun(state, task, failure):
-                if failure:
-                    self.run.refresh_generations()
-                if not failure or not self.run.is_over(generation):
+                if not failure or not self.run.is_over_by_now(generation):
                     self.run.end(state, task=task or self.task.name, **failure)
 
     def _report_finding(self, finding: Stall, attempt: Attempt, end: End) -> None:

@@ -126,13 +126,14 @@ class Members:
     def patience_s(self, timeout_s: float, missing: Collection[str]) -> float:
         """Return how long to wait at the rendezvous for the missing tasks.
 
-        Where the chief's agent decides whether the run needs them, the other agents wait longer, for its decision.
-        While the chief's hub is connected, a missing chief is only waiting for other tasks.
+        Where the chief's agent decides whether the run needs them, the other agents wait longer, for its decision, even
+        if they miss the chief alone. While the chief's hub is connected, a missing chief is only waiting for others.
         """
-        chief_is_gone = Role.CHIEF.value in missing and not self._run.hub_is_current
-        if self._min_workers is None or self._decides or chief_is_gone:
+        if self._min_workers is None or self._decides:
             return timeout_s
-        return 2 * timeout_s + DECISION_S  # the chief may arrive just before the timeout
+        chief_is_gone = Role.CHIEF.value in missing and not self._run.hub_is_current
+        # Unless it is gone, the chief may arrive just before the timeout.
+        return (timeout_s if chief_is_gone else 2 * timeout_s) + DECISION_S
 
     def variables(self, cluster: ClusterSpec) -> dict[str, str]:
         if self._min_workers is None or self._task not in cluster.tasks:

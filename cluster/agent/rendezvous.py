@@ -169,7 +169,8 @@ def hold_rendezvous(
     rendezvous = Attendance(token, frozenset(other.name for other in others), view, generation)
     began = asked = time.monotonic()
     asked -= PASSED_S
-    listener = open_task_listener(task, timeout_s=timeout_s, abandon=abandon, report=report)
+    listening_s = patience(rendezvous.others) if patience else timeout_s
+    listener = open_task_listener(task, timeout_s=listening_s, abandon=abandon, report=report)
     answering = _Answering(listener, task, token, rendezvous.unconfirmed)
     first = dialed_first(spec, task)
     poll_s = POLL_S * larger(len(others))

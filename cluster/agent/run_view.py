@@ -156,10 +156,11 @@ class RunView:
     def end(self, state: str, **why: Any) -> bool:
         return self._write(lambda: self.folder.end(state, **why))
 
-    def refresh_generations(self) -> None:
-        """Look for a newer generation that a network file system may still hide."""
+    def is_over_by_now(self, generation: int) -> bool:
+        """Whether a generation is over, even if a network file system still hides a newer one."""
         self.folder.refresh_generations()
         self._read.clear()
+        return self.is_over(generation)
 
     def request_stop(self, by: str, *, then: str = AfterStop.END) -> bool:
         return self._write(lambda: self.folder.request_stop(by, then=then))

@@ -150,10 +150,13 @@ def test_a_task_that_cannot_be_reached_is_not_called_missing_by_itself(monkeypat
     assert "worker-0 (answers, but cannot reach this task)" in str(error)
 
 
-def test_a_port_that_stays_taken_is_an_error_in_the_end(three):
+@pytest.mark.parametrize("patience", [{"timeout_s": 0.4}, {"timeout_s": 0.0, "patience": lambda absent: 0.4}])
+def test_a_port_that_stays_taken_is_an_error_in_the_end(three, patience):
     reported: list[str] = []
     with listening(three, "worker-0"):
-        error = arrive(three, "worker-0", timeout_s=0.4, report=reported.append).exception(10)
+        arrival = arrive(three, "worker-0", report=reported.append, **patience)
+        assert not futures.wait([arrival], 0.3).done
+        error = arrival.exception(10)
     assert isinstance(error, rendezvous.PortTaken)
     port = three.task("worker-0").port
     assert f"worker-0 cannot listen on {three.task('worker-0').address}: Address already in use" in str(error)
