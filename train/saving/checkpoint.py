@@ -4,6 +4,7 @@
 tasks can read.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -81,20 +82,32 @@ class CheckpointManager:
         self._error: BaseException | None = None
 
     def restore(self, gather: Gather = lambda step: [step], snapshots: MemorySnapshots | None = None) -> int:
-        """Restore the newest snapshot, or else the newest checkpoint that all tasks can read; return the steps done.
+        """Restore the newest snapshot or the newest checkpoint that all tasks can read; return the steps done.
 
         Newer checkpoints, which are damaged or unreadable for some task, are set aside. `gather` is a collective
         operation that collects a number from every task. Raises UsageError if the checkpoint is of another model.
         """
         listed = next((saved.step for saved in checkpoint_files.list_finished(self.folder)), NO_CHECKPOINT)
-        if snapshots and (step := snapshots.restore(listed)) is not None:
+
+        @functools.cache
+        def agree() -> Saved | None:
+            return checkpoint_files.agree_on_newest(
+                self.folder, gather, lambda message: print(message, flush=True) if self.writes else None
+            )
+
+        def newest_good() -> int:
+            try:
+                return saved.step if (saved := agree()) else NO_CHECKPOINT
+            except RunFailed:  # in all tasks, as some can read no checkpoint; all restore the snapshot
+                return NO_CHECKPOINT
+
+        if snapshots and (step := snapshots.restore(listed, newest_good)) is not None:
             self.restored_from = "memory"
             if self.writes:
+                checkpoint_files.set_aside(self.folder, step)
                 checkpoint_files.delete_leftovers(self.folder, self.generation)
             return step
-        newest = checkpoint_files.agree_on_newest(
-            self.folder, gather, lambda message: print(message, flush=True) if self.writes else None
-        )
+        newest = agree()
         if newest is not None:
             self.restored_from = "checkpoint"
             saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}

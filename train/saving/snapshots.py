@@ -77,16 +77,19 @@ class MemorySnapshots:
             )
         return needed <= has * ROOM_SHARE
 
-    def restore(self, newest_saved: int) -> int | None:
+    def restore(self, newest_saved: int, newest_good: Callable[[], int] | None = None) -> int | None:
         """Restore the newest snapshot, of the same step in all tasks, which all call this; return the steps done in it.
 
-        Returns None if there is none or a checkpoint is newer; `newest_saved` is the step of the newest one found here.
+        Returns None if there is none or a good checkpoint is newer. `newest_saved` is the step of the newest checkpoint
+        found here; `newest_good`, a collective operation, returns that of the newest one that every task can read.
         """
         held = {_steps_of(file): file for file in self._files if self._is_complete(file)}
         newest, older = [*sorted(held, reverse=True), NONE, NONE][:2]
         all_held = list(zip(self._gather(newest), self._gather(older), strict=True))
         step = choose(all_held, by_all=self._broadcast is None)
-        if step is None or step < max(self._gather(newest_saved)):
+        if step is not None and step < max(self._gather(newest_saved)) and (not newest_good or step < newest_good()):
+            step = None
+        if step is None:
             self._discard(held.values())
             return None
         if any(step not in each for each in all_held):

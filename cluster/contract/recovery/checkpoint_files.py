@@ -106,7 +106,7 @@ def find_newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: i
         damage = saved.damage()
         if damage is None:
             return saved
-        warn(f"warning: checkpoint of step {saved.step} is damaged ({damage}); using the previous one")
+        warn(f"warning: checkpoint of step {saved.step} is damaged ({damage}) and is skipped")
     return None
 
 

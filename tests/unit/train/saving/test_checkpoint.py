@@ -9,12 +9,13 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
-from cluster.contract.recovery import checkpoint_files
+from cluster.contract.recovery import checkpoint_files, snapshot_files
 from cluster.contract.recovery.checkpoint_files import list_finished
 from cluster.system.errors import RunFailed, UsageError
 from train.model.gradients import FIRST_SCALE, LossScale
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
+from train.saving.snapshots import NONE, MemorySnapshots
 
 Parts = tuple[keras.Model, keras.optimizers.Optimizer, tf.Variable]
 
@@ -96,6 +97,24 @@ def test_variables_in_lists_and_dictionaries_are_restored(tmp_path):
         assert restored.counts[0].numpy() == 3.0
         for mine, theirs in zip(own[0].get_weights(), model.get_weights(), strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize(
+    ("damage", "other_reads", "restored"),
+    [(Path.stat, 3, 3), (Path.unlink, 3, 2), (Path.stat, 1, 2), (Path.stat, NONE, 2)],
+)
+def test_only_a_checkpoint_that_every_task_can_read_replaces_a_snapshot(tmp_path, damage, other_reads, restored):
+    def gather(number: int) -> list[int]:
+        return [number, other_reads if number == 3 else number]
+
+    files = snapshot_files.descriptors({snapshot_files.VARIABLE: snapshot_files.create()})
+    before, after = (saving(tmp_path, parts(seed)) for seed in (1, 2))
+    before.keep_snapshot(2, MemorySnapshots(files, before.tree, gather, None))
+    damage(tmp_path / "ckpt-3.index")
+    assert restored == after.restore(gather, MemorySnapshots(files, after.tree, gather, None))
+    source, newest = "checkpoint" if restored == 3 else "memory", list_finished(tmp_path)[0].step
+    assert (source, restored) == (after.restored_from, newest)  # a newer one is set aside
 
 
 @pytest.mark.usefixtures("three")
