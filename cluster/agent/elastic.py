@@ -218,6 +218,9 @@ class Members:
         self._looked = now
         if not (left_out := membership.left_out(self._run.folder, generation)):
             return
+        saved, own = max(self._run.folder.saved_steps, default=-1), self._run.heartbeat(self._task.name)
+        if own and own.steps_total and max(own.step, saved) >= own.steps_total:
+            return  # only the last evaluation and the export are left, which a restart would repeat
         if self._returns is None:
             self._returns = Returns(membership.times_left_out(self._run.folder))
         beats = {name: self._run.heartbeat(name) for name in left_out}
@@ -226,7 +229,7 @@ class Members:
             for name, beat in beats.items()
             if beat and (beat.state, beat.generation) == (TaskState.WAITING, generation)
         }
-        if not (due := self._returns.due(waiting, max(self._run.folder.saved_steps, default=-1))):
+        if not (due := self._returns.due(waiting, saved)):
             return
         self._look_for_everyone()
         token = joining.generation_token(self._run.folder, generation)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.agent import agent, elastic, rendezvous
-from cluster.agent.attempt import Restarter
 from cluster.agent.decide import BareAction, Phase
 from cluster.agent.elastic import AGAIN_S, DECISION_S, GONE_S, LONGEST_S, STEADY_S, Members, Returns
 from cluster.agent.run_view import RunView
@@ -20,7 +19,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import AfterStop
 from cluster.system.json_files import read_json, write_json
-from tests.support.beats import restarter_of
+from tests.support.beats import beat, restarter_of
 from tests.support.waiting import wait_for
 
 
@@ -220,13 +219,15 @@ def test_a_task_out_of_reach_is_not_taken_in(without, monkeypatch):
     assert 1 == without.generation
 
 
-def test_nobody_is_taken_in_unasked_or_while_the_run_stops(returned, monkeypatch):
+def test_nobody_is_taken_in_unasked_or_after_the_last_step_or_while_the_run_stops(returned, monkeypatch):
     monkeypatch.setattr(elastic.Returns, "due", lambda self, waiting, saved: frozenset(waiting))
     record(returned, grow=False)
     look(returned, 10)
     record(returned, grow=True)
-    returned.request_stop("a test")
-    look(returned, 20)
+    for steps_total in (20, 100):
+        beat(returned, "chief", generation=1, steps_total=steps_total)
+        look(returned, 20)
+        returned.request_stop("a test")
     assert 1 == returned.generation
 
 
