@@ -22,7 +22,7 @@ def evaluate_checkpoints(context: TaskContext) -> None:
     unreadable: set[tuple[int, int] | None] = set()
     heartbeat.update(state="evaluating")
     while True:
-        last = stop.is_set()
+        last = stop.is_set() or run.outcome is not None  # a SIGTERM during the start was ignored
         readable = (saved for saved in list_finished(run.checkpoints) if _written(saved) not in unreadable)
         if (saved := next(readable, None)) and saved.step not in done:  # older ones no longer matter
             if (damage := saved.damage()) is None:

@@ -83,14 +83,16 @@ class Attempt:
 
     @property
     def grace_s(self) -> float:
-        """Seconds in which to save; 0 after a failure, as the other tasks hang in a step; at most 1 before training."""
+        """Seconds in which to save; 0 after a failure, as the other tasks hang in a step; at most 1 with no state."""
         outcome, grace_s = self.run.outcome, GRACE_S
         if self.serves or not outcome or outcome.state == OutcomeState.FAILED:
             return 0.0
         if self.scripted:  # since the stop request, whichever script ended first
             grace_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else SCRIPT_GRACE_S
         elif self.task.role == Role.EVALUATOR and not self.run.continues_elsewhere:
-            grace_s = self.watchdog.slow_timeout_s  # it evaluates the last checkpoint
+            grace_s = self.watchdog.slow_timeout_s
+            if self.run.folder.saved_steps:  # it evaluates the last one, even if it has only just started
+                return grace_s
         return min(grace_s, 1.0) if self.state in NOTHING_TO_SAVE else grace_s
 
     def request_end(self) -> None:

@@ -10,7 +10,7 @@ from cluster.contract.results import summary
 from cluster.contract.run import claim, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import POLL_S, LivenessMonitor, final_state, is_silent
-from cluster.contract.run.records import TaskState
+from cluster.contract.run.records import FINAL_STATES, TaskState
 from cluster.contract.spec import Role
 from cluster.host.runtime import registry
 from cluster.host.runtime.base import Runtime, Shell
@@ -63,10 +63,10 @@ def remove_ended(run: RunFolder, sh: Shell) -> str:
 
 
 def _await_evaluation(run: RunFolder) -> None:
-    """Wait while the evaluator evaluates the last checkpoint; its agent ends it if that takes too long."""
+    """Wait while the evaluator starts or evaluates the last checkpoint; its agent ends it if that takes too long."""
     monitor, is_announced = LivenessMonitor(run), False
     while owner.read_owner(run) and (beat := monitor.look().get(Role.EVALUATOR.value)):
-        if beat.state != TaskState.EVALUATING:
+        if beat.state in (*FINAL_STATES, TaskState.LOST):
             return
         if not is_announced:
             print_wait("the evaluator evaluates the last checkpoint; Ctrl-C ends it")

@@ -13,7 +13,7 @@ from cluster.agent.attempt import GRACE_S
 from cluster.agent.run_view import RunView
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
 from cluster.system.json_files import read_json
-from tests.support.beats import beat
+from tests.support.beats import beat, save
 
 
 def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang):
@@ -49,12 +49,19 @@ def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environ
     assert 1 == len(done.stderr.splitlines())
 
 
-@pytest.mark.parametrize(("then", "grace_s"), [("", 10 * HANG_TIMEOUT_S), ("scale", GRACE_S)])
+@pytest.mark.parametrize(
+    ("state", "saved", "then", "grace_s"),
+    [
+        *((state, [5], "", 10 * HANG_TIMEOUT_S) for state in ("evaluating", "starting")),
+        *(("starting", [], "", 1), ("evaluating", [5], "scale", GRACE_S)),
+    ],
+)
 def test_an_evaluator_gets_as_long_for_the_last_checkpoint_as_for_a_save_unless_the_run_continues(
-    make_run, then, grace_s
+    make_run, state, saved, then, grace_s
 ):
     run = make_run(workers=0, evaluator=True)
-    beat(run, "evaluator", "evaluating")
+    save(run, *saved)
+    beat(run, "evaluator", state)
     run.request_stop("a test", then=then)
     run.end("stopped")
     assert grace_s == agent.Agent(RunView(run), "evaluator", [], 1.0)._attempt_in(0).grace_s

@@ -162,12 +162,13 @@ def test_an_interrupt_that_also_ends_the_reader_of_the_output_stops_a_run_and_a_
     assert ("Ctrl-C", "stopped") == (run.stop_request.by, run.load_summary().state)
 
 
+@pytest.mark.parametrize("state", ["evaluating", "starting", "compiling"])
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_the_last_checkpoint_is_evaluated_before_a_run_is_removed(make_run, monkeypatch, capsys, interrupted):
+def test_the_last_checkpoint_is_evaluated_before_a_run_is_removed(make_run, monkeypatch, capsys, interrupted, state):
     run, removed = make_run(workers=0, evaluator=True), []
     owner.create_owner(run, "local")
     end(run, "succeeded")
-    beat(run, "evaluator", "evaluating")
+    beat(run, "evaluator", state)
 
     def wait(_seconds: float) -> None:
         if interrupted:
@@ -177,7 +178,7 @@ def test_the_last_checkpoint_is_evaluated_before_a_run_is_removed(make_run, monk
     monkeypatch.setattr(teardown.time, "sleep", wait)
     monkeypatch.setattr(teardown, "remove_run", lambda run, sh: removed.append(run.heartbeat("evaluator").state))
     assert "" == teardown.remove_ended(run, Commands())
-    assert ["evaluating" if interrupted else "done"] == removed
+    assert [state if interrupted else "done"] == removed
     assert interrupted is (f"evaluate {run.name}" in capsys.readouterr().err)
 
 

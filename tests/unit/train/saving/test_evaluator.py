@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from cluster.contract.recovery.checkpoint_files import Saved, write_checkpoint
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.system.json_files import read_json_lines
-from train import evaluator
+from train import __main__, evaluator
 from train.config import TrainConfig
 from train.saving import saved_weights
 
@@ -79,10 +80,22 @@ def test_each_new_checkpoint_is_evaluated_once_over_all_generations(run):
     assert [(10, 10.0), (20, 20.0), (30, 30.0)] == rows(run)
 
 
-def test_the_last_checkpoint_is_evaluated_before_a_stop(run):
+def test_the_last_checkpoint_is_evaluated_before_a_stop_or_after_the_end(run):
     save(run, 10, 20)
     evaluate(run)
     assert [(20, 20.0)] == rows(run)
+    save(run, 30)
+    run.end("succeeded")
+    evaluate(run, lambda: pytest.fail("the run has ended"))
+    assert [(20, 20.0), (30, 30.0)] == rows(run)
+
+
+def test_an_evaluator_is_not_ended_during_its_imports(run, monkeypatch):
+    monkeypatch.setenv("TASK", "evaluator")
+    monkeypatch.setattr(__main__, "signal", fake := Mock(**{"signal.side_effect": SystemExit}))
+    with pytest.raises(SystemExit):
+        __main__.train(run)
+    fake.signal.assert_called_once_with(fake.SIGTERM, fake.SIG_IGN)
 
 
 @pytest.mark.parametrize("name", ["ckpt-20.index", "ckpt-20.data-00000-of-00001", "ckpt-20.json"])
