@@ -71,7 +71,8 @@ class Agent:
         self.members = Members(run, self.spec, self.task)
         self.rendezvous_timeout_s = rendezvous_timeout_s
         self._kind, self._command, self._imports = kind, command, imports
-        self.standby = Standby(self._program, self.spec.tasks.index(self.task), len(self.spec.tasks))
+        index, log = self.spec.tasks.index(self.task), run.folder.log(task_name)
+        self.standby = Standby(self._program, index, len(self.spec.tasks), log)
         self._last_generation = -1
         self._resuming = False
         """Whether to record the event `resumed` once the program trains, after a restart of this task alone."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from cluster.agent.task_process import MemoryKills, TaskProcess
 from cluster.contract import settings, tf_config
 from cluster.contract.recovery import standby_cluster
+from cluster.contract.run import logs
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import ClusterSpec, Task
 from cluster.system import memory
@@ -44,9 +45,9 @@ OWN_RESERVE_BYTES = 2**29
 class Standby:
     """Keeps one task's standby process, once the task has trained for a while."""
 
-    def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int) -> None:
+    def __init__(self, start: Callable[[dict[str, str]], TaskProcess], index: int, num_tasks: int, log: Path) -> None:
         """Prepare to `start` programs, for the task at `index` of `num_tasks`, all of which may share this machine."""
-        self._start = start
+        self._start, self._log = start, log
         self._delay_s = self._next_delay_s = settings.seconds("STANDBY_DELAY_S")
         if not settings.is_set("STANDBY_DELAY_S"):
             self._delay_s += STAGGER_S * index
@@ -99,9 +100,14 @@ class Standby:
         if short or memory.headroom_bytes() < OWN_RESERVE_BYTES + needed:
             self._enabled = False
             return
-        self.cluster = None if variables is None else int(variables[standby_cluster.NUMBER])
         self._memory_kills = MemoryKills()
-        self._program = self._start(dict(os.environ) | {"STANDBY_PROCESS": "1"} | (variables or {}))
+        try:
+            self._program = self._start(dict(os.environ) | {"STANDBY_PROCESS": "1"} | (variables or {}))
+        except (OSError, RuntimeError) as error:  # no disk, process, descriptor or thread is left; training needs none
+            self._enabled = False
+            logs.append_output(self._log, f"warning: no standby process could be started: {error}\n".encode())
+            return
+        self.cluster = None if variables is None else int(variables[standby_cluster.NUMBER])
         self._set_kill_score(FIRST_TO_KILL)
 
     def remove(self) -> None:

@@ -132,12 +132,12 @@ def machine(monkeypatch):
     ("setting", "delays_s"), [(None, (10 + standby.STAGGER_S, standby.AFTER_FAILURE_S)), ("3", (3, 3))]
 )
 def test_the_standby_process_starts_sooner_after_a_failure_unless_the_delay_is_set(
-    monkeypatch, machine, setting, delays_s
+    tmp_path, monkeypatch, machine, setting, delays_s
 ):
     monkeypatch.delenv("STANDBY_DELAY_S")
     if setting:
         monkeypatch.setenv("STANDBY_DELAY_S", setting)
-    standing_by = standby.Standby(machine.start, 1, 2)
+    standing_by = standby.Standby(machine.start, 1, 2, tmp_path)
     standing_by.take()  # the first attempt, before any training
     for number, delay_s in enumerate(delays_s):
         standing_by.keep(training=True)
@@ -152,9 +152,9 @@ def test_the_standby_process_starts_sooner_after_a_failure_unless_the_delay_is_s
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("for_memory", [False, True])
-def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(machine, stopped, for_memory):
+def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(tmp_path, machine, stopped, for_memory):
     started = machine.started
-    standing_by = standby.Standby(machine.start, 0, 1)
+    standing_by = standby.Standby(machine.start, 0, 1, tmp_path)
     for _ in range(2):
         standing_by.keep(training=True)
     assert 1 == len(started)
@@ -181,25 +181,31 @@ def test_a_standby_process_that_ended_is_replaced_unless_memory_is_short(machine
 
 
 @pytest.mark.parametrize(
-    ("available", "headroom"),
-    [(standby.RESERVE_BYTES, 2**50), (2**50, standby.OWN_RESERVE_BYTES)],
-    ids=["of the machine", "of the task"],
+    ("available", "headroom", "error"),
+    [
+        (standby.RESERVE_BYTES, 2**50, None),  # of the machine
+        (2**50, standby.OWN_RESERVE_BYTES, None),  # of the task
+        (2**50, 2**50, OSError("the disk is full")),
+    ],
 )
-def test_without_enough_memory_there_is_no_standby_process(monkeypatch, available, headroom):
+def test_without_memory_or_a_way_to_start_it_there_is_no_standby_process(
+    tmp_path, monkeypatch, available, headroom, error
+):
     monkeypatch.setattr(standby.memory, "available_bytes", lambda: available)
     monkeypatch.setattr(standby.memory, "headroom_bytes", lambda: headroom)
-    standing_by = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
-    standing_by.keep(training=True)
-    standing_by.keep(training=True)
-    assert (True, None) == (standing_by.settled, standing_by.take())
+    standing_by = standby.Standby(start := Mock(side_effect=error), 0, 1, tmp_path / "log")
+    for _ in range(3):
+        standing_by.keep(training=True)
+    assert (int(bool(error)), True, None) == (start.call_count, standing_by.settled, standing_by.take())
+    assert not error or str(error) in (tmp_path / "log").read_text()
 
 
-def test_a_standby_process_with_a_cluster_takes_as_much_memory_as_the_program(monkeypatch):
+def test_a_standby_process_with_a_cluster_takes_as_much_memory_as_the_program(tmp_path, monkeypatch):
     used = standby.memory.used_bytes(os.getpid())
     assert 2**20 < used < standby.memory.total_bytes()
     monkeypatch.setattr(standby, "MEMORY_BYTES", used // 2)
     monkeypatch.setattr(standby.memory, "available_bytes", lambda: standby.RESERVE_BYTES + used // 2 + 1)
-    standing_by = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1)
+    standing_by = standby.Standby(lambda environment: pytest.fail("a standby process was started"), 0, 1, tmp_path)
     for _ in range(2):
         standing_by.keep(training=True, variables={}, like=os.getpid())
     assert standing_by.settled
