@@ -247,8 +247,8 @@ class Agent:
 
     @property
     def _listener(self) -> Task:
-        """The task with its listening address: all addresses for a script's container, whose name may be ambiguous."""
-        if self._kind.scripted and self.task.host != "127.0.0.1":
+        """The task with its listening address: all of a container or node, whose name may mean another (127.0.1.1)."""
+        if (self._kind.scripted or "CLUSTER_JSON" in os.environ) and self.task.host != "127.0.0.1":
             return replace(self.task, host="0.0.0.0")  # noqa: S104
         return self.task
 

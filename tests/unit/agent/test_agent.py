@@ -11,8 +11,9 @@ import pytest
 from cluster.agent import agent
 from cluster.agent.attempt import GRACE_S
 from cluster.agent.run_view import RunView
+from cluster.contract import spec
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
-from cluster.system.json_files import read_json
+from cluster.system.json_files import read_json, write_json
 from tests.support.beats import beat, save
 
 
@@ -47,6 +48,12 @@ def test_an_agent_that_was_started_wrongly_says_so_in_one_line(make_run, environ
     assert (2, "") == (done.returncode, done.stdout)
     assert done.stderr.startswith(f"error: {message}")
     assert 1 == len(done.stderr.splitlines())
+
+
+def test_a_task_of_slurm_listens_on_all_addresses_as_its_name_may_be_that_of_the_loopback(run, monkeypatch):
+    write_json(run.path / "placed.json", spec.build(1).to_json())
+    monkeypatch.setenv("CLUSTER_JSON", str(run.path / "placed.json"))
+    assert "0.0.0.0" == agent.Agent(RunView(run), "chief", [], 1.0)._listener.host
 
 
 @pytest.mark.parametrize(
