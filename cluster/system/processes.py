@@ -309,12 +309,12 @@ class ProcessTable:
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
-        self._identities: dict[int, dict[str, int]] = {}
+        self.identities: dict[int, dict[str, int]] = {}
         self._environments: dict[int, list[str]] | None = None
         for path in Path("/proc").glob("[0-9]*"):
             pid = int(path.name)
             if pid != os.getpid() and (fields := stat(pid)) and fields[0] not in "ZX":
-                self._identities[pid] = {"pid": pid, "start_ticks": int(fields[19])}
+                self.identities[pid] = {"pid": pid, "start_ticks": int(fields[19]), "session": int(fields[3])}
                 self._children.setdefault(int(fields[1]), []).append(pid)
 
     def descendants(self, pid: int) -> set[int]:
@@ -329,13 +329,13 @@ class ProcessTable:
     def with_environment(self, name: str, value: str) -> set[int]:
         """Return the processes that were started with this environment variable."""
         if self._environments is None:
-            self._environments = {pid: _proc_file(pid, "environ").split("\0") for pid in self._identities}
+            self._environments = {pid: _proc_file(pid, "environ").split("\0") for pid in self.identities}
         return {pid for pid, environment in self._environments.items() if f"{name}={value}" in environment}
 
     def kill(self, pid: int) -> None:
         """Kill one of these processes unless it has ended since; never another process that reuses its id."""
         with contextlib.suppress(PermissionError):  # another user's, such as a setuid program
-            kill(self._identities.get(pid), signal.SIGKILL)
+            kill(self.identities.get(pid), signal.SIGKILL)
 
 
 def kill_all(find: Callable[[ProcessTable], list[int]], what: str, timeout_s: float = 10.0) -> int:
@@ -353,6 +353,14 @@ def kill_all(find: Callable[[ProcessTable], list[int]], what: str, timeout_s: fl
             table.kill(pid)
         time.sleep(POLL_S)
     return first or 0
+
+
+def kill_session(session: int) -> None:
+    """Kill every process of a session, whose number is the id of its first process."""
+    for _ in range(2):  # one may have forked another before it was killed
+        table = ProcessTable()
+        for pid in [pid for pid, found in table.identities.items() if found["session"] == session]:
+            table.kill(pid)
 
 
 def kill_with_environment(name: str, value: str) -> int:

@@ -174,10 +174,11 @@ class Supervisor:
         self._start_those_due()
         while self.agents or self._due:
             for name, agent in list(self.agents.items()):
-                if (code := agent.poll()) is not None:
-                    self._act_on_exit(name, code)
+                if processes.has_ended(agent):
+                    processes.kill_session(agent.pid)  # no other session has this id until the agent is reaped
+                    self._act_on_exit(name, agent.wait())
                 elif self._stop_timers[name].look(agent.pid) > AGENT_STOPPED_S:
-                    agent.send_signal(signal.SIGKILL)
+                    processes.signal_group(agent, signal.SIGKILL)
             self._start_those_due()
             time.sleep(POLL_S)
         # The chief's agent has written the summary, unless it was killed at the very end or the run continues.

@@ -22,7 +22,7 @@ from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, Usa
 from cluster.system.files import ROOT
 from cluster.system.json_files import read_json, write_json
 from cluster.system.ports import free_ports
-from cluster.system.processes import identity
+from cluster.system.processes import ProcessTable, identity
 from tests.support.waiting import wait_for
 
 
@@ -68,14 +68,15 @@ def test_a_supervisor_that_cannot_start_its_tasks_is_reported(run):
 
 
 @pytest.mark.parametrize(("most", "attempts"), [(6, 7), (4, 5)])
-def test_an_agent_that_is_killed_comes_back_up_to_a_limit(run, monkeypatch, tmp_path, most, attempts):
-    script = f"echo >>{tmp_path}/attempts; [ $(wc -l <{tmp_path}/attempts) -gt 6 ] && exit 3; kill -9 $$"
-    chief = {"command": ["sh", "-c", script], "environment": {}}
+def test_a_killed_agent_comes_back_without_its_children_up_to_a_limit(run, monkeypatch, tmp_path, most, attempts):
+    script = f"sleep 99 & echo >>{tmp_path}/attempts; [ $(wc -l <{tmp_path}/attempts) -gt 6 ] && exit 3; kill -9 $$"
+    chief = {"command": ["sh", "-c", script], "environment": {"OF": str(tmp_path)}}
     write_json(run.compose, {"runtime": "local", "tasks": {"chief": chief}})
     write_json(run.control / "started.json", {"time": 0.0, "max_restarts": 0, "max_external_restarts": most})
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
     supervisor.Supervisor(run).main()
     assert attempts == len((tmp_path / "attempts").read_text().splitlines())
+    wait_for(lambda: not ProcessTable().with_environment("OF", str(tmp_path)), "the children's end", timeout_s=10)
 
 
 # The means to hurt a task: signals to local processes, the engine's commands for containers, a full disk
