@@ -9,16 +9,30 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command, exchange, figures, results, throughput
-from benchmarks import documents as places
-from benchmarks import images as weighing
+from benchmarks import command, documents, exchange, figures, results, throughput
 from benchmarks.contenders import Contender, Setting
 from benchmarks.figures import Figure, Goal
 from benchmarks.runs import GLOBAL_BATCH, Bench
-from cluster.host.image import engine
-from cluster.system.errors import EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, RunFailed
+from cluster.system.errors import EXIT_FAILED, EXIT_PREREQUISITE, EXIT_USAGE
 from tests.support.command_line import refusal
-from tests.unit.benchmarks.sampled import COST, RECOVERY, SCALING, START, TOGETHER, rows
+
+TOGETHER = Figure(
+    "throughput-together",
+    "examples/s, chief and 1 worker, against the hand-written loop",
+    "examples/s",
+    {"ours": [3000.0, 2000.0, 4000.0], "hand-written loop": [2000.0, 1600.0, 2000.0]},
+    [1.5, 1.25, 2.0],
+    "times",
+    Goal(1.25, at_least=True),
+)
+START = Figure(
+    "start", "`up` to the first step", "s", {"up": [5.0, 9.0, 5.5], "by hand": [6.0, 6.5, 7.0]}, (), "plain",
+    Goal(6.0, at_least=False),
+)  # fmt: skip
+COST = Figure(
+    "telemetry", "cost of it all", "s for 400 steps", {"with": [10.3], "without": [10.0]}, [1.03], "cost",
+    Goal(0.02, at_least=False),
+)  # fmt: skip
 
 
 def test_a_value_must_be_the_median_of_the_pairs_ratios_not_the_ratio_of_medians():
@@ -74,38 +88,9 @@ def test_the_parts_of_a_step_must_add_up_to_it():
     assert (0.0, 2000.0) == (alone.slower, alone.exchange)
 
 
-def test_what_was_measured_again_must_replace_itself_and_nothing_else(tmp_path):
-    path = tmp_path / "results.json"
-    assert [] == results.read(path)
-    results.write(rows(), path)
-    again = rows(START, date="2030-02-03")
-    results.write(results.merge(results.read(path), [*again, *rows(RECOVERY)]), path)
-    kept = results.read(path)
-    assert ["throughput-together", "start", "telemetry", "recovery"] == [row["name"] for row in kept]
-    assert ["2030-01-02", "2030-02-03"] == [row["date"] for row in kept[:2]]
-
-
-def test_a_damaged_file_of_results_must_be_reported(tmp_path):
-    (path := tmp_path / "results.json").write_text("{")
-    with pytest.raises(ClusterError, match=r"results\.json cannot be read"):
-        results.read(path)
-
-
 def test_the_documents_must_have_the_tables_of_the_results():
     for path, expected in results.tables(results.read()).items():
-        assert expected == places.written(path, results.BEGIN), "`invoke bench --write` renews it"
-
-
-def test_only_its_own_table_of_a_document_must_be_renewed(tmp_path, monkeypatch):
-    path = tmp_path / "one.md"
-    other = f"{places.begin('invoke other')}\nkept\n{places.END}\n"
-    path.write_text(f"{other}between\n{results.BEGIN}\nold\n{places.END}\nafter\n")
-    monkeypatch.setattr(results, "tables", lambda found: {path: results.table(found)})
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    assert ["one.md"] == results.renew(rows())
-    assert results.table(rows()) == places.written(path, results.BEGIN)
-    assert path.read_text().startswith(f"{other}between\n")
-    assert path.read_text().endswith(f"{places.END}\nafter\n")
+        assert expected == documents.written(path, results.BEGIN), "`invoke bench --write` renews it"
 
 
 @pytest.fixture
@@ -150,41 +135,15 @@ def test_what_is_found_must_be_kept_and_a_missed_goal_is_exit_code_1(measured, c
     printed = json.loads(capsys.readouterr().out)["figures"]
     assert ["start"] == [row["name"] for row in printed] == [row["name"] for row in results.read()]
     assert EXIT_FAILED == invoked(only="telemetry")[0]
+    invoked(only="start")  # which replaces what it found before, and nothing else
     assert ["start", "telemetry"] == [row["name"] for row in results.read()]
-    assert ["start", "plots", "telemetry", "plots"] == measured
-
-
-def test_a_benchmark_that_fails_must_not_cost_the_others(measured, monkeypatch, capsys):
-    measure = command._measure
-
-    def fails(name: str, runs: Bench) -> list[Figure]:
-        if name == "scaling":
-            raise RunFailed("no port is free")
-        return measure(name, runs)
-
-    monkeypatch.setattr(command, "_measure", fails)
-    earlier = rows(dataclasses.replace(SCALING, name="scaling"), commit="earlier")
-    results.write(earlier)
-    assert EXIT_FAILED == invoked(only="scaling,start")[0]
-    assert {"scaling": "earlier"} == {row["name"]: row["commit"] for row in results.read() if row["name"] != "start"}
-    assert ["scaling", "start"] == [row["name"] for row in results.read()]
-    assert "scaling failed: no port is free" in capsys.readouterr().err
-    assert EXIT_FAILED == invoked(only="scaling,start", quick=True)[0]
+    assert ["start", "plots", "telemetry", "plots", "start", "plots"] == measured
 
 
 def test_a_quick_try_must_keep_nothing(measured, monkeypatch):
     monkeypatch.setattr(results, "renew", lambda found: pytest.fail("it renews the table"))
     assert 0 == invoked(only="telemetry", quick=True, write=True)[0]
     assert [] == results.read()
-
-
-def test_without_an_engine_what_needs_one_must_be_left_out_unless_it_is_named(measured, monkeypatch, capsys):
-    invoked(quick=True)
-    assert [name for name in command.NAMES if name != "images"] == measured[:-1]
-    assert "images: left out" in capsys.readouterr().err
-    monkeypatch.setattr(engine, "probe", lambda **_: engine.Availability(False, "no Docker Engine answers (none)"))
-    with pytest.raises(PrerequisiteError, match="benchmark images: no Docker Engine answers"):
-        weighing.measure(Bench(Path()))
 
 
 def contender(rates: dict[str, list[float]]) -> Contender:
