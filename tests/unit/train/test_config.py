@@ -124,7 +124,6 @@ def test_a_value_out_of_range_is_refused_with_the_range(option, value):
         ("500", "^override .*500"),
         ("--preset mnist", "^override .*--preset"),
         ("--bitwise-elastic 7", "--global-batch 196"),
-        ("--bitwise-elastic 6 --loop fit", "--loop custom"),
         ("--bitwise-elastic 6 --no-deterministic", "--deterministic"),
         ("--optimizer.nesterov", "--optimizer.name adam"),
         ("--optimizer.name train.model.models:of --optimizer.weight-decay 0.1", "--optimizer.name train"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.host.checks import doctor
-from cluster.host.image import engine, locks
+from cluster.host.image import engine
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import namespaces
 from cluster.host.runtime import resources as limits
@@ -22,7 +22,6 @@ from cluster.system.ports import free_ports
 def healthy(monkeypatch, tmp_path):
     (tmp_path / "data" / "arrays" / "mnist-3.0.1").mkdir(parents=True)
     (tmp_path / "data" / "arrays" / "mnist-3.0.1" / "arrays.json").touch()
-    monkeypatch.setattr(doctor, "locked", list)
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(limits, "TASK_MEMORY_BYTES", 1)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
@@ -85,17 +84,3 @@ def test_the_doctor_looks_at_what_make_setup_installs():
     makefile = (ROOT / "Makefile").read_text()
     names = " ".join(f"{lock}.lock" for lock in doctor.LOCKS).replace("-cpu", "-$(ACCELERATOR)")
     assert f"LOCKS := $(addprefix requirements/,{names})\n" in makefile
-
-
-def test_locked_packages_are_those_of_this_machine(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    monkeypatch.setattr(locks, "ROOT", tmp_path)
-    (tmp_path / "requirements").mkdir()
-    for lock in doctor.LOCKS:
-        (tmp_path / "requirements" / f"{lock}.lock").write_text("# a comment\n")
-    (tmp_path / "requirements" / "host.lock").write_text(
-        "invoke==3.0.3 \\\n    --hash=sha256:00 \\\n    --hash=sha256:01\n    # via -r host.in\n"
-        "colorama==0.4.6 ; sys_platform == 'win32' \\\n    --hash=sha256:02\n"
-        "numpy==2.4.6 ; python_full_version >= '3.11' \\\n    --hash=sha256:03\n"
-    )
-    assert [("invoke", "3.0.3"), ("numpy", "2.4.6")] == doctor.locked()

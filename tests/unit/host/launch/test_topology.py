@@ -7,7 +7,6 @@ import pytest
 
 from cluster.contract import compatibility, spec
 from cluster.contract.run import launch_records
-from cluster.host import kubernetes
 from cluster.host.launch import planning
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.planning import build_cluster, check_elastic_batch
@@ -54,22 +53,11 @@ def test_as_many_tasks_as_several_pipelines_have_are_those(workers, stages, pipe
         compatibility.check_stages(built, STAGED | {"pipeline": {"schedule": "pipedream"}})
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"loop": "fit"},
-        {"source": "stream"},
-        {"callbacks": "tutorial"},
-        {"pipeline": {"schedule": "pipedream"}, "precision": "fp16"},
-        {"pipeline": {"schedule": "pipedream", "remat": True}},
-        {"pipeline": {"schedule": "pipedream"}, "optimizer": {"clip_norm": 1.0}},
-        {"optimizer": {"name": "mine:optimizer"}},
-    ],
-)
-def test_what_a_pipeline_has_not_is_refused(config):
+def test_a_stream_is_refused():
+    """What else a pipeline has not: `tests/differential/refused.py`."""
     compatibility.check_stages(cluster(stages=2), STAGED)
     with pytest.raises(UsageError):
-        compatibility.check_stages(cluster(stages=2), STAGED | config)
+        compatibility.check_stages(cluster(stages=2), STAGED | {"source": "stream"})
 
 
 def test_what_each_stage_does_by_itself_is_accepted():
@@ -150,10 +138,3 @@ def test_a_resumed_run_keeps_what_was_requested_of_it(resolved, make_run, topolo
     write_json(run.control / "started.json", run.load_started().to_json() | {"min_workers": 2, "grow": True})
     write_json(run.summary, {"state": "stopped"})
     assert kept == planning.plan(Request(resume=run.name, runtime="local", trust=True, **requested)).elastic
-
-
-@pytest.mark.usefixtures("resolved")
-def test_manifests_carry_it():
-    request = Request(min_workers=1, tensorboard_port="0")
-    started = kubernetes._manifest(request, "", "claim", "2").started
-    assert (1, False) == (started["min_workers"], started["grow"])

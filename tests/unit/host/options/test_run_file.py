@@ -110,10 +110,10 @@ def test_options_on_the_command_line_win(tmp_path):
     file = read(
         tmp_path, 'workers = 3\nruntime = "local"\nenv = ["A=1"]\n[train]\nepochs = 2\npipeline.schedule = "1f1b"\n'
     )
-    request = file.request({"workers": 1, "env": ("A=2",), "schedule": "gpipe"}, ["--epochs", "4"])
+    request = file.request({"workers": 1, "env": ("A=2",), "schedule": "gpipe", "remat": True}, ["--epochs", "4"])
     assert (1, "local", ("A=2",)) == (request.workers, request.runtime, request.env)
-    schedules = ["--pipeline.schedule=1f1b", "--pipeline.schedule", "gpipe"]
-    assert ["--epochs=2", *schedules, "--epochs", "4"] == request.training()
+    options = ["--pipeline.schedule", "gpipe", "--pipeline.remat"]
+    assert ["--epochs=2", "--pipeline.schedule=1f1b", *options, "--epochs", "4"] == request.training()
 
 
 @pytest.mark.parametrize(

@@ -203,11 +203,3 @@ def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weigh
     early = keras.callbacks.EarlyStopping(**best)
     train(18, early, stops, **options)
     assert {4, 8, 12, 16, 18} == {row["step"] for row in read_json_lines(run.metrics("chief")) if "eval_loss" in row}
-
-
-@pytest.mark.extended
-def test_other_callbacks_than_those_of_the_checkpoint_start_over(train, capsys):
-    train(7, keras.callbacks.TerminateOnNaN())
-    early = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=1)
-    assert EPOCH_ENDS[3] == train(25, early).steps
-    assert "not in the checkpoint and start with their initial state: EarlyStopping" in capsys.readouterr().out

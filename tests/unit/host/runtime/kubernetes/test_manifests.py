@@ -17,7 +17,6 @@ from ruamel.yaml import YAML
 
 from cluster.contract import spec, tf_config
 from cluster.contract.run import launch_records
-from cluster.contract.spec import Role
 from cluster.host import kubernetes
 from cluster.host.kubernetes import NAME, Manifest
 from cluster.host.options.request import Request
@@ -41,13 +40,6 @@ def manifest(
 def validator(kind: str) -> Draft202012Validator:
     schemas = json.loads(Path(__file__).with_name("schemas.json").read_text())
     return Draft202012Validator(schemas | {"$ref": f"#/$defs/{kind}"})
-
-
-def templates(kind: str, made: Manifest) -> dict[str, Any]:
-    job = KINDS[kind](made)["spec"]
-    if kind == "tfjob":
-        return {name: each["template"] for name, each in job["tfReplicaSpecs"].items()}
-    return {each["name"]: each["template"]["spec"]["template"] for each in job["replicatedJobs"]}
 
 
 def expanded(text: str, values: dict[str, str]) -> str:
@@ -116,36 +108,6 @@ def test_host_names_of_the_largest_cluster_are_labels_of_dns():
             assert len(task.host.partition(".")[0] + "-abcde") <= 63
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_task_has_a_privilege_and_only_the_chief_and_the_workers_have_gpus(kind):
-    for name, template in templates(kind, manifest(kind, 2, workers=1, ps=1, evaluator=True)).items():
-        pod = template["spec"]
-        (container,) = pod["containers"]
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert {"type": "RuntimeDefault"} == pod["securityContext"]["seccompProfile"]
-        assert pod["automountServiceAccountToken"] is False
-        hardened = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
-        assert hardened | {"capabilities": {"drop": ["ALL"]}} == container["securityContext"]
-        assert container["resources"]["limits"]["memory"]
-        trains = name.lower() in (Role.CHIEF, Role.WORKER)
-        assert (2 if trains else None) == container["resources"]["limits"].get("nvidia.com/gpu")
-        values = {each["name"]: each.get("value") for each in container["env"]}
-        assert (None if trains else "-1") == values.get("CUDA_VISIBLE_DEVICES")
-
-
-def test_only_tasks_of_the_run_are_let_in_to_tensorflow():
-    made = manifest("jobset")
-    policy = kubernetes.network_policy(made)["spec"]
-    own = {"matchLabels": made.make("labels")}
-    assert own == policy["podSelector"]
-    ports = [{"protocol": "TCP", "port": port} for port in (2222, 2223, 2224)]
-    assert [{"from": [{"podSelector": own}], "ports": ports}] == policy["ingress"]
-    assert {"Ingress", "Egress"} == set(policy["policyTypes"])
-    assert [{"podSelector": own}] == policy["egress"][0]["to"]
-    labels = [template["metadata"]["labels"] for template in templates("jobset", made).values()]
-    assert all(made.make("labels") == each for each in labels)
-
-
 def test_the_records_are_those_of_a_run_folder():
     made = manifest("jobset", workers=1)
     data = kubernetes.records(made)["data"]
@@ -181,10 +143,12 @@ def test_data_is_prepared_by_a_job_of_its_own():
     assert "--name=fashion_mnist" in container["args"]
 
 
-def test_a_task_has_as_many_threads_as_its_pod_requests_cpus_and_variables_of_env_win():
+def test_a_task_has_as_many_threads_as_its_pod_requests_cpus_and_options_of_env_and_min_workers_hold():
     """Whatever machine renders: the bits of a run depend on its threads."""
-    rendered = kubernetes.render(Request(gpus_per_task=2, env=("NCCL_DEBUG=INFO",)), cpus="5")
+    rendered = kubernetes.render(Request(gpus_per_task=2, min_workers=1, env=("NCCL_DEBUG=INFO",)), cpus="5")
     assert 5 == json.loads(rendered[0]["data"]["config.json"])["threads"]
+    started = json.loads(rendered[0]["data"]["started.json"])
+    assert (1, False) == (started["min_workers"], started["grow"])
     assert str({"name": "NCCL_DEBUG", "value": "INFO"}) in str(rendered)
 
 
