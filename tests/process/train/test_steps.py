@@ -62,18 +62,17 @@ def whole_model() -> keras.Model:
     return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
 
 
-def test_the_same_training_must_give_the_same_bits_also_from_an_iterator(source):
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        ("one", {"micro_batches": 2}),
+        ("mirrored-3", {"micro_batches": 3, "elastic": True, "model_of": whole_model}),  # one has two shards
+    ],
+)
+def test_the_bits_must_be_the_same_from_an_iterator_and_of_virtual_shards_on_any_replicas(source, where, how):
     read = dataclasses.replace(source, in_memory=False)
-    one, other = (training("one", each, CLIPPED, micro_batches=2).trained() for each in (source, read))
+    one, other = (training(*given, CLIPPED, **how).trained() for given in (("one", source), (where, read)))
     assert one == other
-
-
-def test_virtual_shards_must_give_the_same_bits_on_any_replicas_and_from_an_iterator(source):
-    """With BatchNormalization, dropout and micro-batches, on one replica and on three, of which one has two shards."""
-    read = dataclasses.replace(source, in_memory=False)
-    how = {"micro_batches": 3, "elastic": True, "model_of": whole_model}
-    one, three = (training(*given, CLIPPED, **how).trained() for given in (("one", source), ("mirrored-3", read)))
-    assert one == three
 
 
 def test_dropout_must_draw_again_for_every_step_micro_batch_and_replica(source):

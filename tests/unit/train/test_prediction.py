@@ -89,9 +89,8 @@ def test_images_are_pixels_in_the_type_of_the_input(make_run, tmp_path, monkeypa
     exif[Base.Orientation] = 6  # turned right
     turned.save(tmp_path / "photo.png", exif=exif)
     export.export(keras.Model(inputs, keras.layers.Flatten()(inputs)), run.export, (2, 3, 1), None)
-    assert ["7" if at == 2 else "200" for at in range(6)] == [
-        line.strip() for line in predict(run, tmp_path / "photo.png")
-    ]
+    shown = [line.strip() for line in predict(run, tmp_path / "photo.png")]
+    assert ["7" if at == 2 else "200" for at in range(6)] == shown
     monkeypatch.setattr(prediction, "_open_source", lambda *_: WithData(Leaf((2, 3, 1), "float32"), ()))
     with pytest.raises(UsageError, match="--features"):
         predict(run, tmp_path / "photo.png")

@@ -118,19 +118,16 @@ def test_every_date_and_revision_must_be_the_commit_s(monkeypatch, revision, cla
         assert claimed is ("image.revision=c0ffee-dirty" in command)
 
 
-def test_the_ca_bundle_must_travel_as_a_secret_where_there_is_one(monkeypatch, tmp_path):
+def test_a_proxys_address_must_not_be_printed_and_a_ca_bundle_travel_as_a_secret(monkeypatch, tmp_path):
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
+    command = images.build_commands("cpu", BASE)[0]
+    assert "--build-arg=HTTPS_PROXY" in shlex.split(command)
+    assert "secret@proxy" not in command
     bundle = tmp_path / "ca.crt"
     monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
     assert "--secret" not in images.build_commands("cpu", BASE)[0]
     bundle.write_text("a certificate")
     assert [f"--secret=id=ca,src={bundle}"] == re.findall(rf"\S*{bundle}", images.build_commands("cpu", BASE)[0])
-
-
-def test_a_proxys_address_must_not_be_printed(monkeypatch):
-    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
-    command = images.build_commands("cpu", BASE)[0]
-    assert "--build-arg=HTTPS_PROXY" in shlex.split(command)
-    assert "secret@proxy" not in command
 
 
 def labels(base: images.Base, accelerator: str = "cpu") -> dict[str, dict[str, str]]:
@@ -279,12 +276,9 @@ def test_a_difference_must_be_named_and_end_with_1(built, monkeypatch, capsys, o
     assert (code, differing, code == EXIT_DONE) == (ended, value["differing"], value["identical"])
 
 
-def test_nothing_must_be_built_where_there_is_nothing_to_compare_with(built):
+def test_nothing_must_be_built_without_an_image_to_compare_with_and_a_build_that_has_none_leave_no_tag(built):
     with pytest.raises(UsageError, match="--against 'nothing:1' is not an image on this engine"):
         images.reproduce_image("train", "cpu", "nothing:1", pytest.fail)
-
-
-def test_a_build_that_cannot_be_examined_must_leave_no_tag(built):
     commands: list[str] = []
     with pytest.raises(UsageError):
         images.reproduce_image("tensorboard", "cpu", "", commands.append)

@@ -30,14 +30,11 @@ def environment(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def test_a_container_finds_everything_under_fixed_names():
+def test_a_container_finds_everything_under_fixed_names_and_a_local_process_where_it_lies(environment, monkeypatch):
     assert ["--script", "/script/s.py", "1"] == ALL.mounted().command()
     expected = [("/code/a", "/code/0"), ("/b", "/code/1"), ("/packages/of/it", "/packages"), ("/theirs", "/script")]
     assert expected == [(str(source), target) for source, target in ALL.mounts()]
     assert ["/code/0", "/code/1", "/packages"] == ALL.mounted().path
-
-
-def test_a_local_process_finds_everything_where_it_lies(environment, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/callers")
     assert ["--script", "/theirs/s.py", "1"] == ALL.command()
     path = ALL.environment(spec.build(2), ALL.local_path())["PYTHONPATH"]

@@ -74,9 +74,8 @@ def test_a_process_sees_its_gpus_and_no_other(resolved, nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
     requested = Request(workers=1, ps=1, evaluator=True, gpus="4", runtime="local")
     found = environments(planning.plan(requested))
-    assert {"chief": "0,1", "worker-0": "2,3", "ps-0": "-1", "evaluator": "-1"} == {
-        name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in found.items()
-    }
+    visible = {name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in found.items()}
+    assert {"chief": "0,1", "worker-0": "2,3", "ps-0": "-1", "evaluator": "-1"} == visible
     for name in ("chief", "worker-0"):
         expected = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GPUS_GIVEN": "2", "NCCL_DEBUG": "WARN"}
         assert expected.items() <= found[name].items(), name

@@ -22,8 +22,6 @@ from cluster.system.json_files import read_json, write_json
 from tests.support.launching import WORKING_ENGINE
 
 GIB = 2**30
-
-
 AMOUNTS = {"": 0, "8GiB": 8 * GIB, "1.5gib": 3 * GIB // 2, "600MiB": 600 * 2**20, "99999TiB": 99999 * 2**40}
 NONE = ["8", "8GB", "8 GiB", "-8GiB", "0GiB", "599MiB", "1e3GiB", "GiB", "8GiB\n", "٨GiB", "$8GiB"]
 

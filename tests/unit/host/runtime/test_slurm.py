@@ -47,9 +47,8 @@ class Site:
 
 
 @pytest.fixture
-def run(tmp_path) -> RunFolder:
-    folder = RunFolder(tmp_path / "runs" / "a-run")
-    folder.create()
+def run(make_run) -> RunFolder:
+    folder = make_run("a-run", workers=1)
     write_json(folder.compose, {"runtime": "slurm", "script": ""})
     owner.create_owner(folder, "slurm")
     return folder
@@ -100,8 +99,6 @@ def test_a_job_that_does_not_end_is_cancelled_and_waited_for(run, monkeypatch, s
 )
 def test_a_stop_cancels_a_job_that_has_not_begun(run, monkeypatch, states, stopped):
     site(run, monkeypatch, *states)
-    write_json(run.cluster, spec.build(workers=1).listening([21000, 21001]).to_json())
-    write_json(run.config, {})
     monkeypatch.setattr(foreground, "POLL_S", 0.0)
     with contextlib.nullcontext() if stopped else pytest.raises(TimedOut):
         assert "stopped" == foreground.stop(run, "a test", 0.0).state

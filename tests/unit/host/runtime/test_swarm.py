@@ -65,9 +65,8 @@ def manager(monkeypatch) -> Engine:
 
 
 @pytest.fixture
-def run(tmp_path) -> RunFolder:
-    folder = RunFolder(tmp_path / "runs" / "a-run")
-    folder.create()
+def run(make_run) -> RunFolder:
+    folder = make_run("a-run", workers=1, evaluator=True)
     owner.create_owner(folder, "swarm")
     return folder
 

@@ -133,11 +133,8 @@ def test_runs_of_one_import_have_what_those_of_their_own_import_have(start, modu
     first = told(start("first", STAYS_S, network=network))
     serving, folder = stays(), module.parents[1] / "runtime" / "tf-cluster"
     (socket,) = folder.iterdir()
-    assert (os.geteuid(), 0o700, 0o700) == (
-        socket.stat().st_uid,
-        socket.stat().st_mode & 0o777,
-        folder.stat().st_mode & 0o777,
-    )
+    assert os.geteuid() == socket.stat().st_uid
+    assert [0o700, 0o700] == [path.stat().st_mode & 0o777 for path in (socket, folder)]
     gang = start("next", network=network)
     assert serving == parent(gang.keeper["pid"])
     assert cold == first == told(gang)
@@ -154,11 +151,6 @@ def test_a_run_leaves_nothing_if_its_first_process_is_killed_and_what_stays_is_n
     assert ([], serving) == (supervisor.processes_left(gang.run), stays())
 
 
-def limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0 if soft else hard, hard))
-
-
 @pytest.mark.parametrize("change", ["variable", "configuration", "limit", "umask", "content", "new module"])
 def test_a_run_that_a_new_process_would_serve_otherwise_is_refused(early, serving, module, monkeypatch, change):
     config = {}
@@ -168,7 +160,8 @@ def test_a_run_that_a_new_process_would_serve_otherwise_is_refused(early, servin
     elif change == "configuration":
         config["chosen"] = "another"
     elif change == "limit":
-        limit()
+        soft, hard = before[0]
+        resource.setrlimit(resource.RLIMIT_CORE, (0 if soft else hard, hard))
     elif change == "umask":
         os.umask(0o027)
     elif change == "content":

@@ -63,15 +63,6 @@ def test_a_short_shard_begins_again(source):
     assert [[18, 19, 18]] == found[1:2]
 
 
-def test_an_empty_shard_is_reported(source):
-    found = source(lambda split, shard: ranges(split, Shard(0, 1, shard.seed, shard.data_dir)).take(
-        TRAIN if shard.index == 0 else 0
-    ))  # fmt: skip
-    with pytest.raises(tf.errors.OpError) as error:
-        steps(found, 0, 2, 2)
-    assert isinstance(opening.explain(error.value), RunFailed)
-
-
 def test_dictionaries_weights_and_types(source):
     def data(split: str, _shard: Shard) -> Any:
         count = TRAIN if split == "train" else TEST
@@ -102,18 +93,23 @@ def test_a_whole_batch_is_read_at_once_where_the_source_can(source):
     assert all(value <= 0 for step in steps(found, 0, 3) for value in step)
 
 
-def test_an_example_that_fails_or_differs_is_named(source):
-    class Broken(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            if index == 13:
-                raise OSError("disk gone")
-            return np.zeros(3 if index == 5 else 2), 0
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            raise OSError("disk gone")
+        return np.zeros(3 if index == 5 else 2), 0
 
-    found = source(lambda split, shard: Broken(TRAIN))
+
+def first_alone(split: str, shard: Shard) -> tf.data.Dataset:
+    return tf.data.Dataset.range(0 if shard.index else TRAIN).map(lambda i: (tf.zeros(2), i % 3))
+
+
+@pytest.mark.parametrize(("data", "named"), [(lambda split, shard: Broken(TRAIN), NAME), (first_alone, "shard")])
+def test_an_example_that_fails_or_differs_and_an_empty_shard_are_reported(source, data, named):
     with pytest.raises(tf.errors.OpError) as error:
-        steps(found, 0, 4)
+        steps(source(data), 0, 4, 2)
     explained = opening.explain(error.value)
-    assert isinstance(explained, RunFailed) and NAME in str(explained)
+    assert isinstance(explained, RunFailed) and named in str(explained)
 
 
 def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere():

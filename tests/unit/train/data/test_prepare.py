@@ -184,10 +184,8 @@ def test_the_command_finds_and_verifies_without_tensorflow(tmp_path):
     run(tmp_path, web=Fetcher())
     options = ["--name", "mnist", "--data-dir", str(tmp_path)]
     found = command_line("prepare", *options)
-    assert (0, "data: mnist 3.0.1: 3 examples to train, 1 to test, each [4, 4, 1] uint8, 3 classes\n") == (
-        found.returncode,
-        found.stdout,
-    )
+    message = "data: mnist 3.0.1: 3 examples to train, 1 to test, each [4, 4, 1] uint8, 3 classes\n"
+    assert (0, message) == (found.returncode, found.stdout)
     verified = command_line("verify", *options)
     assert (0, ["ok"] * 5) == (verified.returncode, [line.split()[1] for line in verified.stdout.splitlines()])
     (tmp_path / "mnist" / "3.0.1" / "x.tfrecord").write_bytes(b"BUILT")

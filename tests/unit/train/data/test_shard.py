@@ -48,9 +48,8 @@ def test_examples_are_dealt_out_in_turn(tmp_path):
     folder = tmp_path / "shards" / "things-1.0.0"
     assert {"shards.json", *names} == {path.name for path in folder.iterdir()}
     third = records(folder / names[2])
-    assert [IMAGES[i].tobytes() for i in (2, 6, 10)] == [
-        one.features.feature["features"].bytes_list.value[0] for one in third
-    ]
+    written = [one.features.feature["features"].bytes_list.value[0] for one in third]
+    assert [IMAGES[i].tobytes() for i in (2, 6, 10)] == written
     assert [[2], [0], [1]] == [list(one.features.feature["label"].int64_list.value) for one in third]
     assert {".prepare.lock", "shards"} == {path.name for path in tmp_path.iterdir()}
 

@@ -81,9 +81,8 @@ def test_evaluation_takes_every_example_once(source, replicas, replica_batch):
     def passes(part: Replicas) -> list[list[int]]:
         """Return the examples of weight 1 in each batch of one replica or of all, the same in both of two passes."""
         dataset = source.eval_dataset(replica_batch, part)
-        assert [[replica_batch, 2], [replica_batch], [replica_batch]] == [
-            spec.shape.as_list() for spec in dataset.element_spec
-        ]
+        shapes = [spec.shape.as_list() for spec in dataset.element_spec]
+        assert [[replica_batch, 2], [replica_batch], [replica_batch]] == shapes
         assert part.count * -(-TEST // (replicas * replica_batch)) == len(dataset)
         batches = [[*dataset] for _ in range(2)]
         assert all(set(batch.weights.numpy()) <= {0.0, 1.0} for batch in batches[0])

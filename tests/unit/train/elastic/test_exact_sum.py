@@ -84,19 +84,12 @@ def cuts(draw: st.DrawFn) -> VirtualShards:
     return VirtualShards(total, draw(st.integers(1, total)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(cuts())
-def test_each_shard_must_be_one_replicas_and_none_may_have_two_more_than_another(cut):
+def test_each_shard_must_be_one_replicas_in_a_graph_too_and_none_may_have_two_more_than_another(cut):
     shares = [list(range(cut.first(replica), cut.first(replica + 1))) for replica in range(cut.replicas)]
     assert list(range(cut.total)) == [shard for share in shares for shard in share]
     assert {cut.most, cut.total // cut.replicas} == {len(share) for share in shares} | {cut.most}
-
-
-@settings(deadline=None, max_examples=20)
-@given(cuts())
-def test_a_graph_must_find_the_same_shards(cut):
-    for replica in range(cut.replicas):
-        shards = cut.list_shards(tf.constant(replica, tf.int64)).numpy().tolist()
-        assert list(range(cut.first(replica), cut.first(replica + 1))) == shards
-        places = [int(cut.place(tf.constant(shard, tf.int64))) for shard in shards]
-        assert list(range(len(shards))) == places
+    for replica, share in enumerate(shares):
+        assert share == cut.list_shards(tf.constant(replica, tf.int64)).numpy().tolist()
+        assert list(range(len(share))) == [int(cut.place(tf.constant(shard, tf.int64))) for shard in share]

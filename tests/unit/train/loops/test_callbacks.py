@@ -103,11 +103,6 @@ def test_fit_logs_what_a_train_step_returns(train):
     assert logs["largest"] > 0
 
 
-def test_a_train_step_without_a_loss_is_refused(train):
-    with pytest.raises(UsageError, match="d_loss"):
-        train(5, loop="fit", model=Nameless)
-
-
 class Late(Measures):
     """Has a layer that only its `train_step` calls."""
 
@@ -120,9 +115,10 @@ class Late(Measures):
         return {"loss": loss}
 
 
-def test_weights_that_a_train_step_creates_are_refused(train):
-    with pytest.raises(UsageError, match=r"Late.train_step"):
-        train(5, loop="fit", model=Late)
+@pytest.mark.parametrize(("model", "named"), [(Nameless, "d_loss"), (Late, "Late.train_step")])
+def test_a_train_step_without_a_loss_or_that_creates_weights_is_refused(train, model, named):
+    with pytest.raises(UsageError, match=named):
+        train(5, loop="fit", model=model)
 
 
 @pytest.mark.parametrize("loop", ["custom", "fit"])

@@ -53,8 +53,7 @@ def test_all_weights_are_taken_from(tmp_path, kind):
     line = initial_weights.load_file(second, save(kind, first, tmp_path / "init"))
     assert line.startswith("began with 8 of the 8 weights from ")
     assert ";" not in line
-    for mine, theirs in zip(first.get_weights(), second.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_equal(first.get_weights(), second.get_weights())
 
 
 class Counts(keras.layers.Layer):
@@ -101,8 +100,7 @@ def test_weights_of_one_name_are_taken_in_their_order_or_refused(tmp_path):
     for number, kind in enumerate((".index", ".npz")):
         line = initial_weights.load_file(second, save(kind, first, tmp_path / str(number)))
         assert line.startswith("began with 4 of the 4 weights from ")
-        for mine, theirs in zip(first.get_weights(), second.get_weights(), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_equal(first.get_weights(), second.get_weights())
     with pytest.raises(UsageError, match="--init-from model.weights.h5"):
         initial_weights.load_file(second, save(".weights.h5", first, tmp_path / "keras"))
 
@@ -125,8 +123,7 @@ def test_a_subclassed_model_takes_all_weights_of_its_file(tmp_path, kind):
     first, second = Autoencoder(), Autoencoder()
     first(np.zeros((1, 4)))
     assert "began with 4 of the 4 weights" in initial_weights.load_file(second, save(kind, first, tmp_path / "init"))
-    for mine, theirs in zip(first.get_weights(), second.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_equal(first.get_weights(), second.get_weights())
 
 
 def test_weights_that_do_not_match_stay_random_and_are_named(tmp_path):

@@ -421,16 +421,11 @@ def images(monkeypatch):
 
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adam", 2), ("sgd", 1)])
-def test_sizes_are_those_of_float32_and_the_optimizer_s_slots(images, optimizer, slots):
+def test_sizes_are_those_of_float32_the_optimizer_s_slots_and_the_outputs_of_the_layers(images, optimizer, slots):
     value = model_sizes.measure_model(TrainConfig(optimizer=Optimizer(name=optimizer)), "one", Path("data"))
-    assert (PARAMETERS, 4 * PARAMETERS, 4 * PARAMETERS) == tuple(
-        value[name] for name in ("parameters", "weights_bytes", "gradients_bytes")
-    )
+    expected = {"parameters": PARAMETERS, "weights_bytes": 4 * PARAMETERS, "gradients_bytes": 4 * PARAMETERS}
+    assert expected.items() <= value.items()
     assert 0 <= value["optimizer_bytes"] - slots * 4 * PARAMETERS < 100  # its counters
-
-
-def test_activations_are_the_outputs_of_the_layers(images):
-    value = model_sizes.measure_model(TrainConfig(), "one", Path("data"))
     outputs = 28 * 28 + 26 * 26 * 32 + 13 * 13 * 32 + 11 * 11 * 64 + 5 * 5 * 64 + 64 + 10
     assert 4 * outputs == value["activation_bytes"]
     model = models.build_configured(TrainConfig(), (28, 28, 1), 10)

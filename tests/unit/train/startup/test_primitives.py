@@ -49,30 +49,23 @@ MODELS = {
     "residual": residual,
     "in a loop": in_a_loop,
 }
-
-
 INSTRUCTIONS = ["avx2", "avx512"]
 
 
-def unverified(name: str, instructions: str = "avx2") -> list[str]:
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize(
+    ("name", "unverified"),
+    [
+        *((name, []) for name in ("convolutional", "transposed", "dilated", "separable", "recurrent")),
+        ("residual", ["Conv2D 1x1 strided"]),  # it corrupts memory
+        ("in a loop", ["Conv2D of unknown shape"]),
+    ],
+)
+def test_only_models_of_measured_operations_may_use_onednn(name, unverified, instructions):
     model = MODELS[name]()
     shape = tf.TensorSpec([2, *model.input_shape[1:]], tf.float32)
     graph = tf.function(lambda inputs: model(inputs, training=True)).get_concrete_function(shape).graph
-    return primitives.find_unverified([graph])[instructions]
-
-
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize("name", ["convolutional", "transposed", "dilated", "separable", "recurrent"])
-def test_models_of_measured_operations_may_use_onednn(name, instructions):
-    assert [] == unverified(name, instructions)
-
-
-def test_the_operation_that_corrupts_memory_keeps_onednn_off():
-    assert ["Conv2D 1x1 strided"] == unverified("residual")
-
-
-def test_an_operation_of_unknown_shape_keeps_onednn_off():
-    assert ["Conv2D of unknown shape"] == unverified("in a loop")
+    assert unverified == primitives.find_unverified([graph])[instructions]
 
 
 def test_every_operation_that_tensorflow_replaces_is_known():

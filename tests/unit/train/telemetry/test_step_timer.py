@@ -78,20 +78,14 @@ def order(*noted: list[tuple[str, float]]) -> list[str]:
     return [what for what, _ in sorted((one for notes in noted for one in notes), key=lambda one: one[1])]
 
 
-def test_each_step_is_marked_when_its_batch_and_its_gradients_are_there(marks):
+@pytest.mark.parametrize(("shards", "parts"), [(0, ["made", "batch"]), (2, ["asks", "made", "batch"] * 2)])
+def test_each_step_is_marked_when_its_batch_or_virtual_shards_and_its_gradients_are_there(marks, shards, parts):
     made: list[tuple[str, float]] = []
-    result = train(made)
-    assert [*["begin", "made", "batch", "computed"] * STEPS, "begin"] == order(marks, made)
+    result = train(made, shards)
+    assert [*["begin", *parts, "computed"] * STEPS, "begin"] == order(marks, made)
     assert STEPS == len(result.times.steps)
     assert (result.times.inputs <= result.times.busy).all()
     assert (result.times.busy <= result.times.steps).all()
-
-
-def test_waiting_for_every_virtual_shard_s_part_is_marked(marks):
-    made: list[tuple[str, float]] = []
-    train(made, shards=2)
-    step = ["begin", *["asks", "made", "batch"] * 2, "computed"]
-    assert [*step * STEPS, "begin"] == order(marks, made)
 
 
 def test_a_stream_s_next_batch_is_requested_during_a_step(marks, monkeypatch):
