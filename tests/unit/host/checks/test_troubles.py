@@ -1,5 +1,6 @@
 """The documentation: its links lead somewhere, and what it says of errors and of tests is true."""
 
+import ast
 import os
 import re
 import shlex
@@ -14,6 +15,39 @@ from cluster.system.files import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
 ROWS = re.findall(r"^\| `(.*?)` \| .+ \| .+ \|$", PAGE.read_text(), re.MULTILINE)
+FILLED_IN = {
+    "tasks need about",
+    "missing worker",
+    "is being started by process",
+    "start the engine, then invoke down again",
+    "no source has fashion",
+    "loss is nan at step",
+    "Address already in use",
+    "times without progress after step",
+    "s servers have no authentication, and all who reach this machine reach them",
+    "json is damaged",
+}
+"""Parts of rows in which the program's text has a value."""
+
+
+def texts() -> str:
+    """Return every text of the sources, with `...` for the values in it."""
+    found = [(ROOT / "Makefile").read_text()]
+    for path in [*(ROOT / "cluster").rglob("*.py"), *(ROOT / "train").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))
+            elif isinstance(node, ast.Constant):
+                found.append(str(node.value))
+    return "\n".join(found).replace("`", "")
+
+
+def test_every_row_has_the_words_of_a_message():
+    pieces = {piece.strip(" ,") for row in ROWS for piece in re.split(r"\.\.\.|[^a-zA-Z ,]", row)}
+    source = texts()
+    assert FILLED_IN == {piece for piece in pieces if " " in piece and piece not in source}
+
+
 OLD = "import sys; sys.version_info = (3, 9, 18); sys.version = '3.9.18 (main)'; exec(sys.argv[1])"
 
 

@@ -110,9 +110,12 @@ def test_replicas_must_draw_different_masks(found):
         assert {0.0, 2.0} == set(task["drawn"])
 
 
+def test_moving_averages_must_be_those_of_all_replicas(found):
+    assert [0.5, 0.5] == [task["averages"][0] for task in found[:2]]
+
+
 def test_a_replica_without_examples_must_not_spoil_the_averages(found):
-    """Those of all replicas, at first with examples on both."""
-    assert [[0.5, 0.25]] * 2 == [task["averages"] for task in found[:2]]
+    assert [0.25, 0.25] == [task["averages"][1] for task in found[:2]]
 
 
 @pytest.mark.parametrize("what", ["clipped", "scaled"])
