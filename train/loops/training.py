@@ -98,9 +98,10 @@ class Training:
             self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
         elif self.first and self._evaluate.next(self.first - 1) == self.first:
             # Without callbacks no checkpoint says whether the evaluation was done before the stop.
-            done = [row["step"] for row in self._context.run.rows("chief") if "eval_loss" in row]
-            if (done_at := self._setup.gather(self.first if self.first in done else 0)[0]) == self.first:
-                self.report.evaluated_at = done_at
+            rows = self._context.run.rows("chief")
+            was_done = any(row["step"] == self.first and "eval_loss" in row for row in rows)
+            if self._setup.gather(int(was_done))[0]:  # as the chief found, so that all tasks evaluate or none
+                self.report.evaluated_at = self.first
         self._evaluate.catch_up(self.first)
 
     @property
