@@ -273,7 +273,7 @@ class Agent:
 
             def abandon() -> bool:
                 attempt.finding = attempt.finding or attempt.watchdog.examine(program.stopped_s)
-                has_no_use = self.run.is_over(attempt.generation) or self.run.stop_requested or program.ended
+                has_no_use = self.run.is_over(attempt.generation) or attempt.gives_up or program.ended
                 return attempt.finding is not None or has_no_use
 
             called, callers = self.spec.calls_first(self.task), len(self.spec.members)

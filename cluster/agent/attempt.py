@@ -28,6 +28,8 @@ GRACE_S = 40.0
 """Grace period in which a program can save and end by itself, in seconds. The engine's own is longer."""
 NOTHING_TO_SAVE = (TaskState.STARTING, TaskState.WAITING, TaskState.RESTARTING)
 POLL_S = 0.1
+SAVE_S = 20.0
+"""How long after a stop request the tasks may take to start again after a failure, in order to save."""
 SCRIPT_GRACE_S = settings.seconds("SCRIPT_GRACE_S")
 """Grace period of a script after SIGTERM, in seconds; the default is that of `docker stop`. TensorFlow takes SIGTERM as
 a preemption notice, so a script that trains on several tasks only notices it by asking TensorFlow."""
@@ -95,9 +97,25 @@ class Attempt:
                 return grace_s
         return min(grace_s, 1.0) if self.state in NOTHING_TO_SAVE else grace_s
 
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether the tasks' memory has steps that no checkpoint has, and a stop still has time to save them."""
+        if self.scripted or not self.spec.kind.synchronous or self.run.stop_s > SAVE_S:
+            return False
+        begun = self.run.generation_record(self.generation)
+        newest = max(self.run.newest_step, begun.step if begun else 0)
+        keeps = self.run.folder.load_config().get("memory_snapshots")
+        return bool(keeps) and newest > max(self.run.folder.saved_steps, default=0)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether a stop ends the run before the program has started, as there is nothing to save."""
+        return self.run.stop_requested and not self.is_unsaved
+
     def request_end(self) -> None:
         """Ask the program to save and end; a script's grace period begins with the first request."""
-        self.program.request_end()
+        if self.state not in NOTHING_TO_SAVE or not self.is_unsaved:  # else it looks for a request as it starts
+            self.program.request_end()
         self.grace_ends = self.grace_ends or time.monotonic() + SCRIPT_GRACE_S
 
     def watch(self) -> None:
@@ -133,7 +151,8 @@ class Attempt:
         )
         if facts.is_over:
             return facts
-        facts = replace(facts, stop_requested=self.run.stop_requested)
+        stop_requested = self.run.stop_requested
+        facts = replace(facts, stop_requested=stop_requested, is_unsaved=stop_requested and self.is_unsaved)
         match self.phase:
             case Phase.STARTING | Phase.RUNNING:
                 return self._observe_program(facts)

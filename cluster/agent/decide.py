@@ -95,6 +95,8 @@ class Facts:
     is_over: bool = False
     """Whether the run has an outcome or a newer generation has begun."""
     stop_requested: bool = False
+    is_unsaved: bool = False
+    """Whether a stop waits for a restart after a failure, which saves the steps that are only in memory."""
     pause_is_over: bool = False
     missed: MissedRendezvous | None = None
     grace_is_over: bool = False
@@ -185,7 +187,7 @@ def decide(facts: Facts) -> Action:
     """Return the next action."""
     if facts.is_over:
         return BareAction.LEAVE  # another agent has decided
-    if facts.stop_requested and facts.phase is Phase.STARTING:
+    if facts.phase is Phase.STARTING and _gives_up(facts):
         return STOP_RUN
     if facts.finding:
         return _after_finding(facts, facts.finding)
@@ -194,6 +196,11 @@ def decide(facts: Facts) -> Action:
     if facts.code is None and facts.phase in (Phase.STARTING, Phase.RUNNING):
         return _while_running(facts)
     return _POLICY[facts.phase](facts)
+
+
+def _gives_up(facts: Facts) -> bool:
+    """Whether a stop ends the run without the program."""
+    return facts.stop_requested and not facts.is_unsaved
 
 
 def _fail(exit_code: int, error: str, task: str = "") -> EndRun:
@@ -227,13 +234,16 @@ def _while_paused(facts: Facts) -> Action:
         return BareAction.START if facts.pause_is_over else BareAction.CONTINUE
     if facts.role.is_sidecar:
         return BareAction.CONTINUE  # it has nothing to save
-    return BareAction.START if facts.restarts_alone else STOP_RUN  # the chief saves with a worker's help
+    # The chief of parameter servers saves with a worker's help.
+    return STOP_RUN if _gives_up(facts) and not facts.restarts_alone else BareAction.START
 
 
 def _after_missed_rendezvous(facts: Facts) -> Action:
     assert facts.missed
     if facts.missed.continuation:
         return facts.missed.continuation
+    if facts.stop_requested:
+        return STOP_RUN
     if facts.missed.is_queued_again:
         return BareAction.QUEUE_AGAIN
     return _fail(facts.missed.exit_code, facts.missed.error, facts.missed.task)
@@ -253,7 +263,7 @@ def _after_finding(facts: Facts, finding: Stall) -> Action:
     assert facts.end
     if facts.restarts_alone and finding.kind != "silent":
         return RestartAlone(facts.end)
-    if facts.stop_requested:  # it cannot save any more
+    if _gives_up(facts):
         return EndRun(OutcomeState.STOPPED, finding.task)
     return RestartGang(facts.end)
 
@@ -272,7 +282,7 @@ def _after_program(facts: Facts) -> Action:
         return _fail(facts.code, facts.end.reported)
     if facts.restarts_alone:
         return RestartAlone(facts.end)  # even during a stop: the chief needs its workers to save
-    return STOP_RUN if facts.stop_requested else BareAction.REPORT_FAILURE
+    return STOP_RUN if _gives_up(facts) else BareAction.REPORT_FAILURE
 
 
 def _after_script(facts: Facts, end: End) -> Action:
@@ -291,7 +301,7 @@ def _after_death(facts: Facts) -> Action:
         return BareAction.AWAIT_OUTCOME
     if facts.restarts_alone:
         return RestartAlone(facts.end)
-    return STOP_RUN if facts.stop_requested else BareAction.REPORT_FAILURE
+    return STOP_RUN if _gives_up(facts) else BareAction.REPORT_FAILURE
 
 
 def _after_failure(facts: Facts) -> Action:
@@ -301,7 +311,7 @@ def _after_failure(facts: Facts) -> Action:
     failure. A script's own error would end the run, so it counts only once all other tasks are known to be alive.
     """
     assert facts.end
-    if facts.stop_requested:
+    if _gives_up(facts):
         return STOP_RUN
     if patience := patience_s(facts):
         if facts.scripted:  # a task that sends heartbeats again gets as long to report

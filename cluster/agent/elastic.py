@@ -183,7 +183,7 @@ class Members:
 
         waiting: dict[str, Any] = {
             "timeout_s": timeout_s,
-            "abandon": lambda: self._run.is_over(generation) or self._run.stop_requested or has_failed(),
+            "abandon": lambda: self._run.is_over(generation) or attempt.gives_up or has_failed(),
             "report": lambda obstacle: attempt.heartbeat.update(obstacle=obstacle),
         }
         if attempt.restarts_alone and self._task.name in self._passed_rendezvous(generation):

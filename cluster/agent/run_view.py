@@ -37,6 +37,8 @@ class RunView:
         self._ended: Outcome | None = None
         self._newest = -1
         """The newest generation that this agent has seen."""
+        self._stop_seen = 0.0
+        """When this agent first saw the stop request, by the monotonic clock; 0 without one."""
 
     def connect(self, spec: ClusterSpec, task: Task, host: str) -> None:
         """Connect the agents of all requested tasks: the chief's listens on `host`, the others connect to it.
@@ -131,9 +133,16 @@ class RunView:
     @property
     def stop_requested(self) -> bool:
         """Whether the tasks are to save and stop. A cached request is read again, since it can be withdrawn."""
-        if self._news().stop:
-            return True
-        return self._at_times("stop", lambda: self.folder.stop_requested) and self.folder.stop_requested
+        requested = bool(self._news().stop)
+        if not requested and self._at_times("stop", lambda: self.folder.stop_requested):
+            requested = self.folder.stop_requested
+        self._stop_seen = (self._stop_seen or time.monotonic()) if requested else 0.0
+        return requested
+
+    @property
+    def stop_s(self) -> float:
+        """For how many seconds this agent has known the stop request; 0 without one."""
+        return time.monotonic() - self._stop_seen if self._stop_seen else 0.0
 
     # Writes go to the folder at once and clear the cache. An older copy of a task writes nothing
 

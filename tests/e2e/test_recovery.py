@@ -3,11 +3,15 @@
 import functools
 import random
 import re
+import signal
 from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.scenario import summary
+from cluster.system import processes
+from cluster.system.json_files import read_json
+from tests.e2e.scenario import ENDLESS, SLOW_MACHINE_S, step_of, summary
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -47,3 +51,16 @@ def test_a_killed_task_must_continue_from_memory(clusters, undisturbed, words, w
     (restart,) = summary(run)["restarts"]
     assert source == restart.get("restored_from", "")
     assert undisturbed(words) == summary(run)["weights_sha256"]
+
+
+@pytest.mark.parametrize("killed", ["program", pytest.param("agent", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recovering", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_stop_during_a_recovery_must_save_the_steps_in_memory(clusters, killed, recovering):
+    words, name = ("--workers=2", "--checkpoint-every=100000"), f"stopped-{killed}-{recovering}"
+    run = clusters.up(name, "--detach", *words, "--", *ENDLESS)
+    wait_for(lambda: step_of(run) >= 40, "40 steps", SLOW_MACHINE_S)
+    assert processes.kill(read_json(run.programs("worker-0"))[killed], signal.SIGKILL)
+    wait_for(lambda: run.generation >= recovering, "a new generation", SLOW_MACHINE_S)
+    assert run.request_stop("a test")  # sooner than a command could
+    clusters.check_bits(run, *words)
+    assert summary(run)["steps"] >= 40

@@ -183,6 +183,9 @@ class SimFolder(RunFolder):
     def request_stop(self, by: str, *, then: str = "") -> bool:
         return self._create("stop", {"by": by, "then": then, "time": self.world.time()})
 
+    def load_config(self) -> dict[str, Any]:
+        return {"memory_snapshots": True}
+
     def stop_withdrawn(self, generation: int) -> bool:
         return False
 

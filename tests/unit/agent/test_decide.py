@@ -1,5 +1,6 @@
 """The failure policy as a table: what an agent knows, and what it does then."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_after_the_end_of_a_run_or_generation_nothing_is_decided(phase):
         ({}, BareAction.CONTINUE),
         ({"pause_is_over": True}, BareAction.START),
         ({"stop_requested": True}, STOPPED),
-        ({"stop_requested": True, "pause_is_over": True}, STOPPED),
+        ({"stop_requested": True, "is_unsaved": True}, BareAction.START),
         ({"stop_requested": True, "role": Role.EVALUATOR, "restarts_alone": True}, BareAction.CONTINUE),
         ({"stop_requested": True, "restarts_alone": True}, BareAction.START),  # the chief saves with its help
         ({"role": Role.EVALUATOR, "chief_done_s": SILENT_S + 0.1, "chief_state": "done"}, SUCCEEDED),
@@ -75,7 +76,9 @@ def test_while_a_program_waits_to_start_again(known, action):
     ],
 )
 def test_after_a_rendezvous_that_tasks_missed(missed, action):
-    assert action == decide(facts(Phase.INCOMPLETE, missed=MissedRendezvous("missing worker-1", 4, **missed)))
+    known = facts(Phase.INCOMPLETE, missed=MissedRendezvous("missing worker-1", 4, **missed))
+    assert action == decide(known)
+    assert (action if action is CONTINUATION else STOPPED) == decide(replace(known, stop_requested=True))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,7 @@ def test_after_a_rendezvous_that_tasks_missed(missed, action):
         ({"stop_requested": True, "scripted": True, "grace_is_over": True}, STOPPED),
         ({"stop_requested": True, "grace_is_over": True}, BareAction.REQUEST_END),
         ({"stop_requested": True, "phase": Phase.STARTING}, STOPPED),
+        ({"stop_requested": True, "is_unsaved": True, "phase": Phase.STARTING}, BareAction.REQUEST_END),
         ({"serves": True, "chief_done_s": SILENT_S, "chief_state": "done"}, BareAction.CONTINUE),
         ({"serves": True, "chief_done_s": SILENT_S + 0.1, "chief_state": "done"}, SUCCEEDED),
         ({"serves": True, "chief_done_s": SILENT_S + 0.1, "chief_state": "stopped"}, STOPPED),
@@ -99,6 +103,7 @@ def test_after_a_rendezvous_that_tasks_missed(missed, action):
         ({"finding": FROZEN, "restarts_alone": True}, RestartAlone(ERROR)),
         ({"finding": SILENT, "restarts_alone": True}, RestartGang(ERROR)),
         ({"finding": SILENT, "stop_requested": True}, EndRun(OutcomeState.STOPPED, "worker-1")),
+        ({"finding": SILENT, "stop_requested": True, "is_unsaved": True}, RestartGang(ERROR)),
         ({"finding": Stall("chief", "no task joined", "late")}, failed(4, "no task joined", "chief")),
         ({"finding": FROZEN, "phase": Phase.STARTING}, RestartGang(ERROR)),
     ],
@@ -122,6 +127,7 @@ def test_while_the_program_runs(known, action):
         ({"code": -9}, BareAction.REPORT_FAILURE),
         ({"code": -9, "phase": Phase.STARTING}, BareAction.REPORT_FAILURE),
         ({"code": -9, "stop_requested": True}, STOPPED),
+        ({"code": -9, "stop_requested": True, "is_unsaved": True}, BareAction.REPORT_FAILURE),
         ({"code": -9, "restarts_alone": True}, RestartAlone(ERROR)),
         ({"code": -9, "restarts_alone": True, "stop_requested": True}, RestartAlone(ERROR)),
         (
@@ -158,6 +164,7 @@ def test_when_a_script_has_ended(known, action):
         ({"state": "done"}, BareAction.AWAIT_OUTCOME),
         ({"state": "stopped"}, BareAction.AWAIT_OUTCOME),
         ({"stop_requested": True}, STOPPED),
+        ({"stop_requested": True, "is_unsaved": True}, BareAction.REPORT_FAILURE),
         ({"restarts_alone": True}, RestartAlone(KILLED)),
         ({"restarts_alone": True, "stop_requested": True}, RestartAlone(KILLED)),
     ],
@@ -179,6 +186,7 @@ def test_when_the_whole_task_was_killed(known, action, scripted):
         (LOST, {"failed_s": 9.0, "silent_s": SILENT_HINT_S + 0.1}, BareAction.CONTINUE),
         (LOST, {"failed_s": 9.0, "finding": SILENT}, RestartGang(LOST)),
         (LOST, {"stop_requested": True}, STOPPED),
+        (LOST, {"stop_requested": True, "is_unsaved": True, "failed_s": 9.0}, RestartGang(LOST)),
     ],
 )
 def test_a_task_that_failed_before_gets_time_to_report_that(end, known, action):
