@@ -103,7 +103,8 @@ class Attempt:
         if self.scripted or not self.spec.kind.synchronous or self.run.stop_s > SAVE_S:
             return False
         begun = self.run.generation_record(self.generation)
-        newest = max(self.run.newest_step, begun.step if begun else 0)
+        beat = self.run.heartbeat(Role.CHIEF.value if self.task.role.is_sidecar else self.task.name)
+        newest = max(begun.step if begun else 0, beat.step if beat else 0)
         keeps = self.run.folder.load_config().get("memory_snapshots")
         return bool(keeps) and newest > max(self.run.folder.saved_steps, default=0)
 
@@ -135,6 +136,13 @@ class Attempt:
 
     def observe(self) -> Facts:
         """Return the facts that are relevant in the current phase."""
+        facts = self._observe()
+        works = facts.phase is Phase.DONE or (facts.phase is Phase.RUNNING and facts.code is None)
+        if facts.stop_requested and (facts.finding or not works):  # else many agents would read files for nothing
+            facts = replace(facts, is_unsaved=self.is_unsaved)
+        return facts
+
+    def _observe(self) -> Facts:
         facts = Facts(
             phase=self.phase,
             role=self.task.role,
@@ -151,8 +159,7 @@ class Attempt:
         )
         if facts.is_over:
             return facts
-        stop_requested = self.run.stop_requested
-        facts = replace(facts, stop_requested=stop_requested, is_unsaved=stop_requested and self.is_unsaved)
+        facts = replace(facts, stop_requested=self.run.stop_requested)
         match self.phase:
             case Phase.STARTING | Phase.RUNNING:
                 return self._observe_program(facts)
