@@ -52,30 +52,27 @@ def test_who_is_slower_and_who_waits_for_input(paces, expected):
     assert expected == lines(**paces)
 
 
-def test_marks_distinguish_the_steps():
-    marks = [("begin", 0.0), ("batch", 1.0), ("computed", 4.0), ("begin", 6.0), ("batch", 6.5), ("computed", 9.0)]
-    times = times_from_marks([*marks, ("begin", 10.0)])
-    assert ([6.0, 4.0], [1.0, 0.5], [4.0, 3.0]) == tuple(
-        part.tolist() for part in (times.steps, times.inputs, times.busy)
-    )
-    assert 0.15 == times.input_share
+TWO_STEPS = [("begin", 0.0), ("batch", 1.0), ("computed", 4.0), ("begin", 6.0), ("batch", 6.5), ("computed", 9.0)]
+PARTS = [("batch", 1.0), ("asks", 2.0), ("batch", 2.5), ("asks", 6.0), ("batch", 6.25), ("computed", 8.0)]
+EARLY = [("batch", 0.5), ("computed", 4.0), ("asks", 6.0), ("batch", 7.5)]
 
 
-def test_a_step_that_was_not_marked_whole_only_ends_the_one_before():
-    times = times_from_marks([("begin", 0.0), ("batch", 1.0), ("computed", 2.0), ("begin", 3.0), ("begin", 50.0)])
-    assert [3.0] == times.steps.tolist()
-    assert 0 == len(times_from_marks([("begin", 0.0), ("begin", 1.0)]).steps)
-
-
-def test_parts_of_a_batch_are_waited_for_each():
-    marks = [("batch", 1.0), ("asks", 2.0), ("batch", 2.5), ("asks", 6.0), ("batch", 6.25), ("computed", 8.0)]
-    assert [1.75] == times_from_marks([("begin", 0.0), *marks, ("begin", 9.0)]).inputs.tolist()
-
-
-def test_a_batch_that_is_asked_for_one_step_early_keeps_the_task_busy():
-    marks = [("begin", 0.0), ("batch", 0.5), ("computed", 4.0), ("asks", 6.0), ("batch", 7.5), ("begin", 8.0)]
+@pytest.mark.parametrize(
+    ("marks", "steps", "inputs", "busy"),
+    [
+        ([*TWO_STEPS, ("begin", 10.0)], [6.0, 4.0], [1.0, 0.5], [4.0, 3.0]),
+        # A step that was not marked whole only ends the one before.
+        ([*TWO_STEPS[:3], ("begin", 3.0), ("begin", 50.0)], [3.0], [1.0], [4.0]),
+        ([("begin", 0.0), ("begin", 1.0)], [], [], []),
+        ([("begin", 0.0), *PARTS, ("begin", 9.0)], [9.0], [1.75], [8.0]),  # each part of a batch is waited for
+        # A batch that is asked for one step early keeps the task busy.
+        ([("begin", 0.0), *EARLY, ("begin", 8.0)], [8.0], [2.0], [5.5]),
+    ],
+)
+def test_marks_distinguish_the_steps(marks, steps, inputs, busy):
     times = times_from_marks(marks)
-    assert ([8.0], [2.0], [5.5]) == (times.steps.tolist(), times.inputs.tolist(), times.busy.tolist())
+    assert (steps, inputs, busy) == tuple(part.tolist() for part in (times.steps, times.inputs, times.busy))
+    assert not steps or pytest.approx(sum(inputs) / sum(steps)) == times.input_share
 
 
 def test_the_heartbeat_reports_the_newest_steps_and_the_summary_of_all():
