@@ -1,4 +1,4 @@
-"""A mirror has every complete checkpoint, wherever the upload was killed, and gives back the newest intact one."""
+"""A mirror: its URL, every complete checkpoint in it wherever a kill came, and what it gives back."""
 
 import contextlib
 import itertools
@@ -22,13 +22,14 @@ from cluster.contract.recovery.checkpoint_files import Saved, delete_older, find
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import uploads
-from cluster.host.launch import mirroring
+from cluster.host.launch import mirroring, planning, startup
 from cluster.host.options.request import Request
 from cluster.host.runtime import mirror
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.files import sha256
 from cluster.system.json_files import read_json, write_json
 from cluster.system.ports import free_ports
+from tests.support.launching import no_shell
 from tests.support.waiting import wait_for
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -338,3 +339,49 @@ def test_a_mirror_that_cannot_be_used_is_refused(mirrored, url, tmp_path):
     with pytest.raises(PrerequisiteError):
         mirroring.check_mirror("file:///proc/mirror", "run", ID)
     assert ["run"] == [path.name for path in (tmp_path / "store").iterdir()]
+
+
+# The URL: it is tried, and its credentials go to the environment alone
+
+
+@pytest.mark.parametrize(
+    ("typed", "clean"),
+    [
+        ("s3://KEY:s%2Fcret@bucket/a/?region=eu-west-1", "s3://bucket/a?region=eu-west-1"),
+        ("gs://anonymous@bucket/a", "gs://anonymous@bucket/a"),
+        ("file:///tmp/a", "file:///tmp/a"),
+        *((wrong, None) for wrong in ("s3://K:s/cret@bucket/a", "s3://bucket/a?token=s/cret", "gs://u:s/cret@bucket")),
+        *(
+            (wrong, None)
+            for wrong in ("bucket/a", "s3:///a", "http://bucket", "file://host/a", "file:///", "s3://a/b#c")
+        ),
+    ],
+)
+def test_no_credentials_stay_in_a_request(typed, clean, monkeypatch):
+    for name in KEYS:
+        monkeypatch.setenv(name, "another")
+    if clean is None:
+        with pytest.raises(UsageError) as refused:
+            mirroring.locate_mirror(Request(mirror=typed))
+        assert "cret" not in str(refused.value)
+        return
+    assert clean == mirroring.locate_mirror(Request(mirror=typed)).mirror
+    folder, mark, query = clean.partition("?")
+    request = mirroring.locate_mirror(Request(resume=f"{folder}/demo{mark}{query}"))
+    assert (clean, "demo") == (request.mirror, request.resume)
+    if "KEY" in typed:
+        assert ["KEY", "s/cret", None] == [os.environ.get(name) for name in KEYS]
+
+
+def test_a_mirror_is_tried_before_anything_starts_and_kept_by_a_resume(resolved, stopped_run, monkeypatch, tmp_path):
+    uploaded, requested = [], {"runtime": "local", "tensorboard_port": "0"}
+    monkeypatch.setattr(mirror, "start_upload", uploaded.append)
+    refused = planning.plan(Request(name="none", mirror="file:///proc/store", **requested))
+    with pytest.raises(PrerequisiteError):
+        startup.start(refused, no_shell, began=123.0)
+    assert not refused.run.path.exists()
+    run = stopped_run(name="one", mirror=f"file://{tmp_path}/store")
+    assert [run] == uploaded
+    again = planning.plan(Request(resume="one", **requested))
+    assert (run.started.mirror, run.started.mirror_id) == (again.mirror, again.mirror_id)
+    assert (16, "") == (len(again.mirror_id), planning.plan(Request(resume="one", mirror="none", **requested)).mirror)
