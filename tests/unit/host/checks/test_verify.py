@@ -40,14 +40,6 @@ def refused(code: int, says: str) -> dict[str, Any]:
     return {"code": code, "says": says, "files": {}}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
 def read(folder: Path, name: str, ended: dict[str, Any]) -> CaseOutcome:
     """Return the outcome of a case whose `up` ended so."""
     for path, text in ended["files"].items():
@@ -65,7 +57,7 @@ def up(monkeypatch) -> dict[str, dict[str, Any]]:
     return does
 
 
-def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up):
+def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(temporary_files, up):
     lines: list[str] = []
     rows = verify.verify_strategies(lines.append)
     assert [OK] * 10 + [UNVERIFIED] * 2 + [OK] == [row["status"] for row in rows]
@@ -75,7 +67,7 @@ def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up
     assert NO_TPU == rows[11]["detail"]
     assert rows[1]["detail"].endswith("same weights as one-custom")
     assert len(CASES) == len(lines) == len(verify.table_lines(rows)) - 1
-    assert [] == list(folder.iterdir())
+    assert [] == list(temporary_files.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -105,8 +97,8 @@ def test_a_machine_without_a_tpu_verifies_the_rest_and_leaves_nothing(folder, up
         (TPU, refused(1, "error: it broke"), FAILED),
     ],
 )
-def test_which_trainings_count_as_ok(folder, case, does, status):
-    row = verify.judge_case(case, read(folder, "it", does), read(folder, "reference", reported()))
+def test_which_trainings_count_as_ok(temporary_files, case, does, status):
+    row = verify.judge_case(case, read(temporary_files, "it", does), read(temporary_files, "reference", reported()))
     assert status == row["status"]
     assert (status == OK and case != PS) <= (row["parity"] is not None)
     cause = json.loads(does["files"].get("summary.json", "{}")).get("cause", {"error": ""})["error"]
@@ -114,7 +106,7 @@ def test_which_trainings_count_as_ok(folder, case, does, status):
     assert row["detail"] and (cause or said) in row["detail"]  # it names the error of the run
 
 
-def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder, up):
+def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(temporary_files, up):
     up[ONE.name] = reported(1, state="failed", cause={"error": "no space"}, losses={1: math.nan})
     lines: list[str] = []
     rows = verify.verify_strategies(lines.append)
@@ -122,36 +114,35 @@ def test_without_a_reference_nothing_is_ok_and_the_run_folders_are_kept(folder, 
     assert "no space" == rows[0]["detail"]
     assert {"nothing to compare it with: one-custom failed"} == {row["detail"] for row in rows[1:10]}
     json.dumps(rows, allow_nan=False)
-    (kept,) = folder.iterdir()
+    (kept,) = temporary_files.iterdir()
     assert str(kept) in lines[-1]
     assert (kept / "one-custom" / "summary.json").exists()
 
 
-def test_what_hangs_is_ended_with_everything_it_started(folder, monkeypatch):
+def test_what_hangs_is_ended_with_everything_it_started(temporary_files, monkeypatch):
     monkeypatch.setattr(verify, "case_command", lambda case: [sys.executable, "-c", HANG])
-    ended = verify.train_case(MIRRORED, folder, 1)
+    ended = verify.train_case(MIRRORED, temporary_files, 1)
     assert ended.code is None
     assert ended.problem
-    assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", str(folder)))
+    assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", str(temporary_files)))
 
 
+@pytest.mark.usefixtures("temporary_files")
 def test_all_cases_together_have_a_limit(monkeypatch):
     monkeypatch.setattr(verify, "LIMIT_S", 0.0)
     assert len(CASES) == verify.count_failed(verify.verify_strategies(lambda line: None))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_ends_what_it_started(folder, monkeypatch, number):
+def test_interrupted_it_ends_what_it_started(temporary_files, monkeypatch, number):
     line = f"import os, signal; os.kill(os.getppid(), {int(number)}); {HANG}"
     monkeypatch.setattr(verify, "case_command", lambda case: [sys.executable, "-c", line])
-    made: list[str] = []
-    monkeypatch.setattr(
-        tempfile, "mkdtemp", lambda prefix: made.append(str(folder / "runs")) or (folder / "runs").mkdir() or made[0]
-    )
+    runs = temporary_files / "runs"
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: runs.mkdir() or str(runs))
     with pytest.raises(KeyboardInterrupt):
         verify.verify_strategies(lambda line: None)
-    assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", made[0]))
-    assert [] == list(folder.iterdir())
+    assert [] == sorted(processes.ProcessTable().with_environment("RUNS_DIR", str(runs)))
+    assert [] == list(temporary_files.iterdir())
     assert signal.SIG_DFL == signal.getsignal(signal.SIGTERM)
 
 
