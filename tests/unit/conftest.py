@@ -153,6 +153,17 @@ def stopped_run(monkeypatch) -> Callable[..., RunFolder]:
 
 
 @pytest.fixture
+def theirs(tmp_path) -> Path:
+    """Somebody's script, in a folder that everybody may read."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    for path, mode in ((folder, 0o755), (folder / "fit.py", 0o644), (folder / "table.csv", 0o644)):
+        path.touch()
+        path.chmod(mode)
+    return folder / "fit.py"
+
+
+@pytest.fixture
 def docker(tmp_path, monkeypatch) -> Callable[[str], Path]:
     """Puts a `docker` with this script on the PATH, alone; returns the file that lists how it was called."""
 

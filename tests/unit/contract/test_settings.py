@@ -47,16 +47,13 @@ def test_without_a_folder_it_is_this_checkout_s(value, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("value", [None, "", "not/absolute"])
-def test_a_user_may_have_no_home_folder(value, monkeypatch, tmp_path):
+def test_a_user_may_have_no_home_folder(value, monkeypatch, tmp_path, theirs):
     monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     monkeypatch.delenv("HOME", raising=False)
     if value is not None:
         monkeypatch.setenv("HOME", value)
     assert settings.home() is None
-    script = tmp_path / "theirs" / "s.py"
-    script.parent.mkdir()
-    script.touch()
-    assert script == check_script(str(script), tmp_path / "runs")
+    assert theirs == check_script(str(theirs), tmp_path / "runs")
     monkeypatch.delenv("XDG_STATE_HOME")
     with pytest.raises(PrerequisiteError, match="XDG_STATE_HOME"):
         provenance.create_folder()

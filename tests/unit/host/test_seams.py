@@ -94,12 +94,11 @@ def toy(monkeypatch) -> Toy:
     return made
 
 
-def test_a_runtime_from_outside_is_planned_and_runs_a_cluster(toy, tmp_path):
+def test_a_runtime_from_outside_is_planned_and_runs_a_cluster(toy, theirs):
     fast.leave_out("starts a cluster")
-    script, sh = tmp_path / "own" / "script.py", Commands()
-    script.parent.mkdir()
-    script.write_text("import time\nwhile True:\n    time.sleep(0.05)\n")
-    requested = {"runtime": "toy", "script": str(script), "workers": 1, "tensorboard_port": "0"}
+    sh = Commands()
+    theirs.write_text("import time\nwhile True:\n    time.sleep(0.05)\n")
+    requested = {"runtime": "toy", "script": str(theirs), "workers": 1, "tensorboard_port": "0"}
     planned = planning.plan(Request(**requested))
     assert ("toy", "toys: made of wood", "private") == (planned.runtime.name, planned.why_runtime, planned.network.name)
     assert ["play with chief", "play with worker-0"] == startup.list_commands(planned)

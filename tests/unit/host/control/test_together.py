@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,12 +32,10 @@ while not (here / "go").exists():
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(theirs) -> Path:
     """The folder of a script that every `up` here runs; it ends once `go` is there."""
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "script.py").write_text(textwrap.dedent(SCRIPT))
-    return theirs
+    theirs.write_text(SCRIPT)
+    return theirs.parent
 
 
 @pytest.fixture
@@ -68,7 +65,7 @@ def up(invoke, folder) -> Callable[..., "subprocess.Popen[str]"]:
     words = ("--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
 
     def start(*more: str) -> subprocess.Popen[str]:
-        script = [] if any(word.startswith("--resume") for word in more) else [f"--script={folder / 'script.py'}"]
+        script = [] if any(word.startswith("--resume") for word in more) else [f"--script={folder / 'fit.py'}"]
         return invoke("up", *words, *script, *more)
 
     return start
@@ -104,7 +101,7 @@ def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
 
 def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_path):
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    (folder / "script.py").write_text(deaf + (folder / "script.py").read_text())
+    (folder / "fit.py").write_text(deaf + (folder / "fit.py").read_text())
     watched = up("--name=one")
     run = RunFolder(tmp_path / "runs" / "one")
     wait_until_watched(watched, folder)

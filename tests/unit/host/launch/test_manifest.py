@@ -22,20 +22,17 @@ def test_a_manifest_says_what_ran_and_how(stopped_run):
     assert {64} == {len(digest) for digest in found["locks"].values()}
 
 
-def test_a_manifest_holds_no_path_of_this_machine(stopped_run, tmp_path):
-    script = tmp_path / "scripts" / "train.py"
-    script.parent.mkdir()
-    script.write_text("print('hello')")
-    run = stopped_run(name="scripted", workers=0, script=str(script))
+def test_a_manifest_holds_no_path_of_this_machine(stopped_run, theirs, tmp_path):
+    run = stopped_run(name="scripted", workers=0, script=str(theirs))
     text = run.manifest.read_text()
     (tmp_path / "w.npz").touch()
     tuned = stopped_run(name="tuned", workers=0, init_from=str(tmp_path / "w.npz")).manifest.read_text()
     assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(ROOT)) if folder in text + tuned]
     config = json.loads(text)["config"]
-    assert "train.py" == config["script"]
+    assert "fit.py" == config["script"]
     before = config["script_sha256"]
-    script.write_text("print('goodbye')")
-    changed = stopped_run(name="changed", workers=0, script=str(script))
+    theirs.write_text("print('goodbye')")
+    changed = stopped_run(name="changed", workers=0, script=str(theirs))
     assert before != changed.load_manifest()["config"]["script_sha256"]
 
 

@@ -71,43 +71,34 @@ def test_a_script_that_cannot_be_run_is_refused(tmp_path, monkeypatch, name, why
         user_files.check_script(str(tmp_path / name), tmp_path / "runs")
 
 
-def test_what_containers_could_not_read_is_reported(tmp_path, monkeypatch):
-    script = tmp_path / "theirs" / "s.py"
-    script.parent.mkdir()
-    script.touch()
-    script.parent.chmod(0o755)
-    script.chmod(0o644)
+def test_what_containers_could_not_read_is_reported(theirs, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 0)
-    compose_runtime.check_readable(Payload(script))
-    for path, closed, opened in ((script.parent, 0o700, 0o755), (script, 0o600, 0o644)):
+    compose_runtime.check_readable(Payload(theirs))
+    for path, closed, opened in ((theirs.parent, 0o700, 0o755), (theirs, 0o600, 0o644)):
         path.chmod(closed)
         with pytest.raises(PrerequisiteError, match=rf"run as user 10001:10001, who cannot read {path}: `chmod -R o"):
-            compose_runtime.check_readable(Payload(script))
+            compose_runtime.check_readable(Payload(theirs))
         monkeypatch.setattr(os, "getuid", lambda: 1000)  # they then run as the caller
-        compose_runtime.check_readable(Payload(script))
+        compose_runtime.check_readable(Payload(theirs))
         monkeypatch.setattr(os, "getuid", lambda: 0)
         path.chmod(opened)
 
 
-def test_every_task_works_in_a_folder_of_links(run, tmp_path):
-    folder = tmp_path / "theirs"
-    (folder / "data").mkdir(parents=True)
-    (folder / "s.py").touch()
-    for seen_at in ("/script", str(folder)):
-        user_files.lay_out(Payload(folder / "s.py"), run, run.load_cluster(), seen_at=Path(seen_at))
+def test_every_task_works_in_a_folder_of_links(run, theirs):
+    (theirs.parent / "data").mkdir()
+    for seen_at in ("/script", str(theirs.parent)):
+        user_files.lay_out(Payload(theirs), run, run.load_cluster(), seen_at=Path(seen_at))
         for task in ("chief", "worker-0"):
             links = {path.name: str(path.readlink()) for path in run.work(task).iterdir()}
-            assert {"data": f"{seen_at}/data", "s.py": f"{seen_at}/s.py"} == links
+            assert {name: f"{seen_at}/{name}" for name in ("data", "fit.py", "table.csv")} == links
 
 
-def test_what_an_earlier_life_wrote_stays(make_run, tmp_path):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "model").mkdir()
-    (tmp_path / "theirs" / "s.py").touch()
+def test_what_an_earlier_life_wrote_stays(make_run, theirs):
+    (theirs.parent / "model").mkdir()
     run = make_run(workers=0)
     run.work("chief").mkdir(parents=True)
     (run.work("chief") / "model").write_text("trained")
-    user_files.lay_out(Payload(tmp_path / "theirs" / "s.py"), run, run.load_cluster())
+    user_files.lay_out(Payload(theirs), run, run.load_cluster())
     assert "trained" == (run.work("chief") / "model").read_text()
     user_files.lay_out(Payload(), other := make_run("other", workers=0), other.load_cluster())
     assert not (other.path / "work").exists()
@@ -170,17 +161,6 @@ def test_files_are_copied_so_that_a_repeated_run_finds_them(trained, make_run):
 
 
 LOCAL = {"runtime": "local", "tensorboard_port": "0"}
-
-
-@pytest.fixture
-def theirs(tmp_path) -> Path:
-    """Somebody's script, in a folder that everybody may read."""
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    folder.chmod(0o755)
-    (folder / "fit.py").touch()
-    (folder / "table.csv").touch()
-    return folder / "fit.py"
 
 
 @pytest.mark.parametrize(("separate", "expected"), [(False, ["worker"]), (True, ["chief", "worker"])])

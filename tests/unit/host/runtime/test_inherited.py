@@ -46,12 +46,10 @@ def stale(monkeypatch):
 
 
 @pytest.mark.usefixtures("stale")
-def test_a_task_sees_what_is_listed_and_what_options_add_and_nothing_else(make_run, start_run, tmp_path):
+def test_a_task_sees_what_is_listed_and_what_options_add_and_nothing_else(make_run, start_run, theirs, tmp_path):
     (tmp_path / "key").write_text("precious\n")
-    script = tmp_path / "theirs" / "script.py"
-    script.parent.mkdir()
-    script.write_text("import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))")
-    given = Payload(script, env=("MY_OWN", "ANOTHER=a=b c", "EMPTY="), secrets={"A_KEY": tmp_path / "key"})
+    theirs.write_text("import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))")
+    given = Payload(theirs, env=("MY_OWN", "ANOTHER=a=b c", "EMPTY="), secrets={"A_KEY": tmp_path / "key"})
     run = make_run(workers=0)
     cluster = run.load_cluster()
     more = given.environment(cluster, given.local_path())

@@ -38,12 +38,10 @@ def warnings(planned: Plan) -> list[str]:
     ],
 )
 def test_local_tasks_have_a_private_network_unless_it_is_impossible_or_useless(
-    monkeypatch, tmp_path, requested, is_allowed, expected, warned
+    monkeypatch, tmp_path, theirs, requested, is_allowed, expected, warned
 ):
     monkeypatch.setenv("TPU_NAME", "a-tpu")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "theirs").mkdir(mode=0o755)
-    (tmp_path / "theirs" / "fit.py").touch(0o644)
     if not is_allowed:
         monkeypatch.setattr(namespaces, "refusal", lambda: Refusal("forbidden", "root allows it"))
     planned = planning.plan(Request(**requested, **LOCAL))
