@@ -44,14 +44,6 @@ def ended(make_run) -> Callable[..., RunFolder]:
     return make
 
 
-def test_another_number_of_workers_gives_the_same_bits_with_virtual_shards_alone(ended):
-    for config, same in ((None, None), ({"bitwise_elastic": 4}, True)):
-        ended(f"calm-{same}", config=config)
-        run = ended(f"smaller-{same}", config=config, restarts=1)
-        run.begin_generation(2, task="worker-0", left_out=["worker-0"])
-        assert same is reference.same_bits(run)
-
-
 def test_the_reference_is_the_newest_run_of_the_same_training(ended):
     ended("z-older", weights="old")
     ended("a-newer", weights="new")
@@ -119,11 +111,15 @@ def test_parameter_servers_repeat_no_bits(ended):
     assert reference.same_bits(run) is None
 
 
+@pytest.mark.parametrize("smaller", ["scaled", "left out"])
 @pytest.mark.parametrize(("shards", "weights", "same"), [(0, "def", None), (6, "def", False), (6, "abc", True)])
-def test_a_run_that_was_scaled_repeats_the_bits_of_virtual_shards_alone(ended, shards, weights, same):
+def test_another_number_of_workers_repeats_the_bits_of_virtual_shards_alone(ended, shards, weights, same, smaller):
     ended("calm", config={"bitwise_elastic": shards})
     run = ended("stormy", config={"bitwise_elastic": shards}, weights=weights)
-    run.event("chief", "scaled", workers_before=2, workers_after=1)
+    if smaller == "scaled":
+        run.event("chief", "scaled", workers_before=2, workers_after=1)
+    else:
+        run.begin_generation(1, task="worker-0", left_out=["worker-0"])
     assert same is reference.same_bits(run)
 
 
