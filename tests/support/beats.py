@@ -1,7 +1,6 @@
 """Writes the records of a run's tasks, for tests that run no tasks."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from cluster.agent.attempt import Restarter
@@ -10,7 +9,6 @@ from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import write_json
 
-MakeRun = Callable[..., RunFolder]
 LEDGER: dict[str, Any] = {
     "generation": 0,
     "began": 1.0,
@@ -29,6 +27,13 @@ def beat(run: RunFolder, task: str, state: str = "training", *, age_s: float = 0
     known = {"task": task, "role": task.partition("-")[0], "state": state, "generation": 0, "step": 0}
     rest = {"examples_per_s": None, "loss": None, "restarts": 0, "updated_at": time.time() - age_s}
     write_json(run.status(task), known | rest | values)
+
+
+def beat_all(run: RunFolder, state: str = "training", **values: Any) -> RunFolder:
+    """Write a heartbeat of every task."""
+    for task in run.load_cluster().tasks:
+        beat(run, task.name, state, **values)
+    return run
 
 
 def save(run: RunFolder, *steps: int) -> None:

@@ -4,7 +4,6 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from invoke import Context, Exit, MockContext, Result, Task
 import tasks
 from cluster.contract.run.folder import RunFolder
 from cluster.system.files import ROOT
-
-MakeRun = Callable[..., RunFolder]
 
 
 def invoke(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

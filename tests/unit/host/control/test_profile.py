@@ -14,19 +14,13 @@ from cluster.host.control import profile
 from cluster.host.runtime import tensorboard
 from cluster.system.errors import RunFailed, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.support.beats import beat
+from tests.support.beats import beat, beat_all
 from tests.support.waiting import wait_for
-
-
-def beats(run: RunFolder) -> RunFolder:
-    for task in run.load_cluster().tasks:
-        beat(run, task.name)
-    return run
 
 
 @pytest.fixture
 def run(make_run) -> RunFolder:
-    return beats(make_run("demo", workers=1))
+    return beat_all(make_run("demo", workers=1))
 
 
 @contextlib.contextmanager
@@ -126,7 +120,7 @@ def test_only_a_task_that_trains_or_will_go_on_is_traced(run, state):
     ],
 )
 def test_what_takes_no_steps_of_ours_is_refused(make_run, config, topology, task, named):
-    run = beats(make_run("served", **topology))
+    run = beat_all(make_run("served", **topology))
     if "script" not in config:
         profile._check_task(run, "chief")
     write_json(run.config, read_json(run.config) | config)

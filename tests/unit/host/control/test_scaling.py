@@ -25,7 +25,7 @@ from cluster.host.view.status import read_status
 from cluster.system import memory
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
-from tests.support.beats import beat
+from tests.support.beats import beat_all
 from tests.support.gang import Gang
 from tests.support.launching import no_shell
 from tests.support.waiting import wait_for
@@ -41,15 +41,9 @@ def training(make_run) -> Callable[..., RunFolder]:
         run = make_run(**topology)
         write_json(run.config, {"global_batch": 96, "loop": "custom"} | (config or {}))
         provenance.write_note(run)
-        beats(run)
-        return run
+        return beat_all(run, step=7)
 
     return make
-
-
-def beats(run: RunFolder, age_s: float = 0, state: str = "training") -> None:
-    for task in run.load_cluster().tasks:
-        beat(run, task.name, state, age_s=age_s, generation=run.generation, step=7)
 
 
 @pytest.fixture
@@ -57,8 +51,7 @@ def orphaned(training) -> Callable[..., RunFolder]:
     """Makes a run whose every task ended to be scaled, without the command that would start it again."""
 
     def make(age_s: float = LOST_AFTER_S + 5) -> RunFolder:
-        run = training(workers=1)
-        beats(run, age_s=age_s, state="stopped")
+        run = beat_all(training(workers=1), "stopped", age_s=age_s, step=7)
         assert run.request_stop("invoke scale", then=AfterStop.SCALE)
         run.end("stopped", task="chief")
         return run
