@@ -21,6 +21,7 @@ from tests.support.beats import beat, end, save
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize(
     ("every_s", "seen", "printed"),
     [
@@ -32,12 +33,16 @@ HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
         (0.0, [("training", 5)] * 3 + [("training", 6)], ["chief training", "step 5", "step 6"]),
     ],
 )
-def test_without_a_terminal_only_news_are_printed(run, capsys, monkeypatch, every_s, seen, printed):
+def test_without_a_terminal_that_can_move_its_cursor_only_news_are_printed(
+    run, capsys, monkeypatch, terminal, every_s, seen, printed
+):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("TERM", "dumb" if terminal else "xterm")
     monkeypatch.setattr(Live, "LINE_EVERY_S", every_s)
-    live = Live()
-    for state, step in seen:
-        beat(run, "chief", state, step=step)
-        live.show(read_status(run))
+    with Live() as live:
+        for state, step in seen:
+            beat(run, "chief", state, step=step)
+            live.show(read_status(run))
     assert printed == capsys.readouterr().out.splitlines()
 
 
@@ -84,15 +89,6 @@ def test_the_screen_shows_how_far_a_run_is(run):
     for part in ("25%", "30/120", "18 s left", "█▅▁ 0.5000", "step 10", "worker-0: restarted (killed) at step 20"):
         assert part in text, part
     assert ["TASK", "chief", "worker-0"] == [line.split()[0] for line in shown[-3:]]
-
-
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(run, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "dumb")
-    beat(run, "chief", "training", step=1)
-    with Live() as live:
-        live.show(read_status(run))
-    assert ["chief training", "step 1"] == capsys.readouterr().out.splitlines()
 
 
 def script(run: RunFolder) -> RunFolder:
