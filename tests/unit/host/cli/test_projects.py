@@ -6,20 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-import tasks
 from cluster.host.cli.tasks import projects
 from cluster.host.options import run_file
-from cluster.system.errors import EXIT_USAGE
-from tests.support.command_line import context, refusal
-
-
-def new(**options: str) -> None:
-    tasks.ns["new"](context(), **options)
+from cluster.system.errors import EXIT_DONE, EXIT_USAGE
+from tests.support.command_line import exit_code, refusal
 
 
 @pytest.mark.parametrize("kind", projects.KINDS)
 def test_a_project_is_five_files_and_its_data(tmp_path, kind):
-    new(folder=str(tmp_path / "mine"), kind=kind)
+    assert EXIT_DONE == exit_code("new", folder=str(tmp_path / "mine"), kind=kind)
     names = {path.name for path in (tmp_path / "mine").iterdir()}
     assert {"model.py", "data.py", "run.toml", "test_project.py", "README.md"} == names - {"houses.csv"}
     assert "cd mine" in (tmp_path / "mine" / "README.md").read_text()
@@ -30,7 +25,7 @@ def test_a_project_is_five_files_and_its_data(tmp_path, kind):
 
 def test_a_script_becomes_a_project(tmp_path):
     (tmp_path / "train.py").write_text("print('trains')\n")
-    new(folder=str(mine := tmp_path / "mine"), script=str(tmp_path / "train.py"))
+    assert EXIT_DONE == exit_code("new", folder=str(mine := tmp_path / "mine"), script=str(tmp_path / "train.py"))
     assert str(mine / "train.py") == run_file.read_run_file(str(mine / "run.toml")).options["script"]
     assert 0 == subprocess.run([sys.executable, "-m", "unittest", "-q"], cwd=mine).returncode
 

@@ -65,10 +65,6 @@ def context() -> Context:
     return Context(Config(overrides=tasks.ns.configuration()))
 
 
-def code_of(task: str, c: Context, **options: object) -> int:
-    return refusal(task, c, **options)[0]
-
-
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_client_that_hangs_is_ended_with_all_that_it_started(client, context, tmp_path, monkeypatch, asks):
     pid_file = tmp_path / "plugin"
@@ -88,14 +84,14 @@ def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(client, 
     client("echo 'Cannot connect to the Docker daemon' >&2; exit 1")
     gang = start_gang("train(2), work()", workers=0)
     contained = make_run("contained")
-    assert EXIT_DONE == code_of("down", context, run="contained")  # nothing was in an engine
+    assert EXIT_DONE == refusal("down", context, run="contained")[0]  # nothing was in an engine
     owner.create_owner(contained, "docker")
-    assert EXIT_PREREQUISITE == code_of("down", context, timeout="0")
+    assert EXIT_PREREQUISITE == refusal("down", context, timeout="0")[0]
     assert [] == supervisor.processes_left(gang.run)
     (error,) = capsys.readouterr().err.splitlines()
     assert "contained" in error
     assert "Cannot connect" in error
-    assert EXIT_PREREQUISITE == code_of("down", context, run="contained", timeout="0")
+    assert EXIT_PREREQUISITE == refusal("down", context, run="contained", timeout="0")[0]
     assert owner.read_owner(contained)  # the next `down` knows of it
 
 
@@ -106,7 +102,7 @@ def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_g
     fails = "*' down '*) echo broken >&2; exit 9;;"
     client(f"{ANSWERS}\ncase \"$*\" in 'network ls'*) printf '{project}\\t\\n';; {fails} esac")
     gang = start_gang("train(2), work()", workers=0, name="later")
-    assert 1 == code_of("down", context, timeout="0")
+    assert 1 == refusal("down", context, timeout="0")[0]
     assert [] == supervisor.processes_left(gang.run)
     shown = capsys.readouterr()
     assert "later is down" in shown.out
@@ -117,11 +113,11 @@ def test_down_ends_what_a_removed_folder_left(client, context, tmp_path, capsys)
     runs = tmp_path / "runs"
     ours, others = compose_runtime.project(runs / "gone"), compose_runtime.project(tmp_path / "elsewhere" / "gone")
     calls = client(f"{ANSWERS}\ncase \"$*\" in 'ps --all'*) printf '{ours}\\tgone\\n{others}\\tgone\\n';; esac")
-    assert EXIT_DONE == code_of("down", context, timeout="0")
+    assert EXIT_DONE == refusal("down", context, timeout="0")[0]
     (down,) = (line for line in calls.read_text().splitlines() if " down " in line)
     assert f"--project-name {ours} " in down
     assert "gone is down" in capsys.readouterr().out
-    assert EXIT_DONE == code_of("down", context, run="gone", timeout="0")
+    assert EXIT_DONE == refusal("down", context, run="gone", timeout="0")[0]
 
 
 def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(run, capsys):
@@ -157,7 +153,7 @@ def test_a_dry_run_only_asks_the_engine(client, planned, context, tmp_path, caps
 def test_an_engine_that_stops_leaves_nothing_behind(client, planned, context, tmp_path, monkeypatch, stops_at):
     calls = client(f"case \"$*\" in *'{stops_at} '*) exit 17;; esac{ANSWERS}")
     monkeypatch.setattr(images, "pending_commands", lambda accelerator: ["docker build ."])
-    assert 1 == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
+    assert 1 == refusal("up", context, name="one", runtime="docker", tensorboard_port="0")[0]
     run_dir = tmp_path / "runs" / "one"
     *_, up, down = calls.read_text().splitlines()
     if stops_at == "build":
@@ -188,7 +184,7 @@ def test_an_interrupt_while_containers_start_ends_those_that_did(
     monkeypatch.setattr(command_line.Runner, "wait", lambda runner: (noted.append("waits"), wait(runner)))
     sender = threading.Thread(target=interrupt)
     sender.start()
-    assert EXIT_INTERRUPTED == code_of("up", context, name="one", runtime="docker", tensorboard_port="0")
+    assert EXIT_INTERRUPTED == refusal("up", context, name="one", runtime="docker", tensorboard_port="0")[0]
     sender.join()
     run = RunFolder(tmp_path / "runs" / "one")
     _, down = (line for line in calls.read_text().splitlines() if " up " in line or " down " in line)
@@ -209,7 +205,7 @@ def test_an_engine_is_asked_for_what_a_removed_folder_left(context, tmp_path):
     code, text = engine.ask("network", "create", *words, f"{project}_cluster")
     assert 0 == code, text
     try:
-        assert EXIT_DONE == code_of("down", context, timeout="0")
+        assert EXIT_DONE == refusal("down", context, timeout="0")[0]
         assert "" == engine.ask("network", "ls", "--quiet", "--filter", f"label={compose_runtime.RUN_LABEL}=gone")[1]
     finally:
         engine.ask("network", "rm", f"{project}_cluster")
