@@ -31,13 +31,6 @@ from tests.support.launching import no_shell
 
 
 @pytest.fixture
-def runs_dir(tmp_path) -> Path:
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
 def started(monkeypatch) -> list[int]:
     """The ports on which TensorBoard was started; this process stands in for it."""
     ports: list[int] = []
@@ -77,20 +70,20 @@ def start(runs_dir: Path, port: int | None = None, preferred: int | None = None)
         ("taken", False, "usual"),
     ],
 )
-def test_a_port_is_chosen(runs_dir, started, usual, taken, preferred, usual_is_taken, expected):
+def test_a_port_is_chosen(tmp_path, started, usual, taken, preferred, usual_is_taken, expected):
     wanted = {"free": free_ports(2)[1], "taken": taken}.get(preferred)
     with socket.create_server(("127.0.0.1", usual)) if usual_is_taken else contextlib.nullcontext():
-        port = start(runs_dir, preferred=wanted)
-    assert [port] == started == [tensorboard.running_port(runs_dir)]
+        port = start(tmp_path, preferred=wanted)
+    assert [port] == started == [tensorboard.running_port(tmp_path)]
     assert expected == {usual: "usual", wanted: preferred}.get(port, "another")
 
 
-def test_our_own_is_used_wherever_it_runs_and_stays_where_a_taken_port_is_refused(runs_dir, started, usual, taken):
-    first = start(runs_dir, preferred=usual)
-    assert [first] * 3 == [start(runs_dir), start(runs_dir, first), start(runs_dir, preferred=taken)]
+def test_our_own_is_used_wherever_it_runs_and_stays_where_a_taken_port_is_refused(tmp_path, started, usual, taken):
+    first = start(tmp_path, preferred=usual)
+    assert [first] * 3 == [start(tmp_path), start(tmp_path, first), start(tmp_path, preferred=taken)]
     with pytest.raises(PrerequisiteError, match=str(taken)):
-        start(runs_dir, taken)
-    assert [usual] == started == [tensorboard.running_port(runs_dir)]
+        start(tmp_path, taken)
+    assert [usual] == started == [tensorboard.running_port(tmp_path)]
 
 
 def test_a_run_gets_another_port_than_the_taken_one_that_was_named(make_run, started, usual, taken):
@@ -101,13 +94,13 @@ def test_a_run_gets_another_port_than_the_taken_one_that_was_named(make_run, sta
     assert usual == run.board_port
 
 
-def test_no_proxy_is_asked_whether_it_is_up(runs_dir, monkeypatch):
+def test_no_proxy_is_asked_whether_it_is_up(tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     with socket.create_server(("127.0.0.1", 0)) as server:
         answer = b"HTTP/1.0 200 OK\r\n\r\n"
         threading.Thread(target=lambda: server.accept()[0].sendall(answer), daemon=True).start()
-        tensorboard._await_answer(runs_dir, server.getsockname()[1], None, lambda: pytest.fail("no answer"))
+        tensorboard._await_answer(tmp_path, server.getsockname()[1], None, lambda: pytest.fail("no answer"))
 
 
 def test_a_run_goes_on_without_a_tensorboard_that_does_not_start(make_run, monkeypatch):
