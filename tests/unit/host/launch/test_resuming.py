@@ -56,10 +56,8 @@ def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
         ({"workers": 0}, {"strategy": "multiworker"}, ("multiworker", 2, 0, 1)),
     ],
 )
-def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, make_run, previous, requested, expected):
-    run = make_run(**previous)
-    run.end("stopped")
-    write_json(run.summary, {"state": "stopped"})
+def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, stopped_run, previous, requested, expected):
+    run = stopped_run(**previous)
     cluster = planning.plan(Request(resume=run.name, runtime="local", **requested)).cluster
     counts = tuple(len(cluster.of(role)) for role in (Role.WORKER, Role.PS))
     assert expected == (cluster.strategy, *counts, cluster.devices)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from cluster.contract import settings, spec
-from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.host.launch import planning
 from cluster.host.launch.user_files import lay_out
@@ -137,14 +136,9 @@ def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(monkeypa
         compose_runtime.check_readable(Payload(secrets={"A_KEY": key}))
 
 
-def test_a_run_goes_on_with_its_variables(monkeypatch, make_run, tmp_path):
+def test_a_run_goes_on_with_its_variables(theirs, stopped_run, tmp_path):
     (tmp_path / "key").write_text("precious")
-    run = make_run("one", workers=0)
-    write_json(run.config, {"script": __file__, "arguments": [], "separate_chief": False})
-    started = run.control / "started.json"
-    write_json(started, read_json(started) | {"env": ["A=1"], "secrets": [f"B={tmp_path / 'key'}"]})
-    write_json(run.summary, {"state": "stopped"})
-    provenance.write_note(run)
+    stopped_run(name="one", workers=0, script=str(theirs), env=("A=1",), secret=(f"B={tmp_path / 'key'}",))
     planned = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))
     assert (("A=1",), {"B": tmp_path / "key"}) == (planned.payload.env, planned.payload.secrets)
     assert "1" == planned.compose["tasks"]["chief"]["environment"]["A"]
