@@ -60,15 +60,10 @@ def invoke(tmp_path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
 
 @pytest.fixture
-def up(invoke, folder) -> Callable[..., "subprocess.Popen[str]"]:
-    """Starts `invoke up` with the script on one local task; takes more options."""
-    words = ("--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
-
-    def start(*more: str) -> subprocess.Popen[str]:
-        script = [] if any(word.startswith("--resume") for word in more) else [f"--script={folder / 'fit.py'}"]
-        return invoke("up", *words, *script, *more)
-
-    return start
+def up(invoke, folder) -> Callable[[], "subprocess.Popen[str]"]:
+    """Starts `invoke up` with the script on one local task."""
+    words = ("--name=one", "--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
+    return lambda: invoke("up", *words, f"--script={folder / 'fit.py'}")
 
 
 def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
@@ -88,7 +83,7 @@ def wait_until_watched(command: "subprocess.Popen[str]", folder: Path) -> None:
 
 
 def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
-    watched = up("--name=one")
+    watched = up()
     wait_until_watched(watched, folder)
     ((code, out, error),) = finished(invoke("down", "--timeout=0"))
     assert (EXIT_DONE, "") == (code, error)
@@ -102,7 +97,7 @@ def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
 def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_path):
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     (folder / "fit.py").write_text(deaf + (folder / "fit.py").read_text())
-    watched = up("--name=one")
+    watched = up()
     run = RunFolder(tmp_path / "runs" / "one")
     wait_until_watched(watched, folder)
     watched.send_signal(signal.SIGTERM)
@@ -115,7 +110,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_pat
 
 
 def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
-    watched = up("--name=one")
+    watched = up()
     run = RunFolder(tmp_path / "runs" / "one")
     wait_until_watched(watched, folder)
     watched.send_signal(signal.SIGHUP)
