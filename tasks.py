@@ -137,8 +137,6 @@ ns = Collection(
     data=Collection(preparing.prepare, preparing.shard, preparing.examine, preparing.verify),
     k8s=Collection(preparing.render),
 )
-ns.configure({"run": {"echo": True, "echo_format": "{command}", "in_stream": False}})
-"""What `up` runs can be read and pasted; no task reads the terminal, and CI has none."""
 COMMANDS.update(ns.task_names)
 
 if __name__ == "__main__":  # for the command `tf-cluster`, see cluster/launcher.py

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import invoke
-from invoke import Context, Exit, Result
+from invoke import Config, Context, Exit, Result
 from invoke.exceptions import CommandTimedOut, ThreadException, UnexpectedExit
 from invoke.runners import Local
 
@@ -44,6 +44,9 @@ SHARED_HELP = {name: f"{option.help} (default: {option.default})" for name, opti
 KEPT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 """The only PYTHON* variables that our programs inherit: others change the search for modules, skip assertions or keep a
 program from ending (PYTHONSAFEPATH, PYTHONOPTIMIZE, PYTHONHOME, PYTHONINSPECT)."""
+HOW_COMMANDS_RUN = Config.global_defaults()["run"] | {"echo": True, "echo_format": "{command}", "in_stream": False}
+"""What `up` runs can be read and pasted; no task reads the terminal, and CI has none."""
+del HOW_COMMANDS_RUN["dry"]
 KNOWN_CODES = (errors.EXIT_USAGE, errors.EXIT_PREREQUISITE, errors.EXIT_TIMEOUT, errors.EXIT_INTERRUPTED)
 UNTYPED: dict[tuple[type, ...], bool | None] = {(list,): None, (bool,): False}
 """The defaults of flags and of options that can be repeated, in invoke's form; any other option's is a string."""
@@ -136,6 +139,8 @@ def report_errors(body: Callable[..., Any], *, has_dry_run: bool = False) -> Cal
         if c.config.run.dry and not has_dry_run:  # it only keeps commands from being run
             message = f"error: {COMMAND} --dry {body.__name__}: it has no dry run; leave out --dry"
             raise Exit(error_text(message), code=errors.EXIT_USAGE)
+        c.config.run.update(HOW_COMMANDS_RUN)  # ~/.invoke.yaml or INVOKE_RUN_WARN, for one, would hide a failure
+        c.config.timeouts.command = None
         ended = _ended(body, (c, *arguments), options)
         if parsing.has_closed_output() and not (ended and ended.message):
             ended = Exit(code=errors.EXIT_UNREAD)

@@ -15,7 +15,7 @@ from invoke.util import ExceptionWrapper
 import tasks
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
-from cluster.host.cli.command_line import Runner, report_errors
+from cluster.host.cli.command_line import Runner, report_errors, shell
 from cluster.host.control import foreground
 from cluster.host.image import engine
 from cluster.host.launch import folders, teardown, user_files
@@ -139,6 +139,15 @@ def test_a_command_that_shows_another_s_output_to_nobody_ends_quietly():
     assert (141, None) == (ended.value.code, ended.value.message)
     with pytest.raises(ThreadException):
         report_errors(show)(Context(), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"))
+
+
+@pytest.mark.parametrize("name", ["RUN_WARN", "RUN_DISOWN", "RUN_ASYNCHRONOUS", "RUN_SHELL", "TIMEOUTS_COMMAND"])
+def test_a_command_s_failure_is_reported_whatever_the_user_configures_for_invoke(monkeypatch, name):
+    monkeypatch.setenv(f"INVOKE_{name}", "1")
+    (config := Config()).load_shell_env()
+    with pytest.raises(Exit) as ended:
+        report_errors(lambda c: shell(c)("exit 3"))(Context(config))
+    assert 3 == ended.value.code
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def planned(monkeypatch) -> None:
 
 @pytest.fixture
 def context() -> Context:
-    return Context(Config(overrides=tasks.ns.configuration()))
+    return Context(Config(overrides={"run": command_line.HOW_COMMANDS_RUN}))
 
 
 @pytest.mark.parametrize("asks", [False, True])
