@@ -167,6 +167,19 @@ def sbatch_options(work: Workload) -> list[str]:
     return [*words, *(["--no-kill"] if work.elastic else []), "--requeue"]
 
 
+def check_time(limit: str) -> None:
+    """Check that a job can train before it saves; 0 means no limit, and Slurm itself refuses an invalid one."""
+    days, dash, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    units_s = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    if not all(part.isdecimal() for part in (days or "0", *parts)):
+        return
+    limit_s = int(days or 0) * 86_400 + sum(int(part) * unit_s for part, unit_s in zip(parts, units_s, strict=False))
+    if 0 < limit_s <= SAVE_S:
+        why = f"the run begins to save {SAVE_S} s before its time limit, and would never train"
+        raise UsageError(f"--time {limit}: {why}; use --time 5 (minutes) or more")
+
+
 class SlurmFaults(FaultInjector):
     """Injects faults into the tasks of a job, by signals on their nodes."""
 
@@ -228,6 +241,7 @@ class Slurm(ScheduledRuntime):
         return Network(resources.HOST, requested or previous, exposed if serves else "")
 
     def render(self, work: Workload) -> dict[str, Any]:
+        check_time(work.job.time)
         return {"runtime": self.name, "script": batch_script(work)}
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # another job
@@ -281,6 +295,9 @@ def job_name(run: RunFolder) -> str:
 
 
 def _sbatch(work: Workload) -> str:
-    """Return the command that queues a batch script, exporting the variables whose values are not stored in the run."""
+    """Return the command that queues a batch script, exporting the variables whose values are not stored in the run.
+
+    It repeats the options of the script, over which the caller's SBATCH_* variables would win; the others are defaults.
+    """
     names = work.payload.caller_variables
-    return f"sbatch --export={','.join(names)}" if names else "sbatch"
+    return shlex.join(["sbatch", *sbatch_options(work), *([f"--export={','.join(names)}"] if names else [])])

@@ -136,15 +136,18 @@ def test_a_controller_that_does_not_answer_is_asked_once_however_many_runs_there
     assert 1 == there.questions
 
 
-@pytest.mark.parametrize(("env", "options"), [((), ""), (("A_SECRET", "ANOTHER=shown"), "--export=A_SECRET ")])
-def test_the_job_is_queued_by_a_script_that_names_it_and_holds_no_value_of_the_caller_s(run, monkeypatch, env, options):
+@pytest.mark.parametrize(("env", "names"), [((), "NONE"), (("A_SECRET", "ANOTHER=shown"), "A_SECRET")])
+def test_the_job_is_queued_by_a_script_that_names_it_and_holds_no_value_of_the_caller_s(run, monkeypatch, env, names):
     there = site(run, monkeypatch, "")
     monkeypatch.setenv("A_SECRET", "hidden")
     queued = replace(work(run, partition="main"), payload=Payload(env=env))
     slurm.Slurm().start(queued, there.commands)
     path = run.control / "job.sh"
-    assert [f"sbatch {options}{path}"] == there.commands
     text = path.read_text()
+    (command,) = map(shlex.split, there.commands)
+    assert ("sbatch", str(path)) == (command[0], command[-1])
+    given = dict(word.removeprefix("--").partition("=")[::2] for word in command[1:-1])
+    assert directives(text) | {"export": names} == given  # SBATCH_TIMELIMIT, for one, would win over the script
     assert ("hidden" in text, "shown" in text) == (False, bool(env))
     assert f"#SBATCH --job-name={slurm.job_name(run)}\n" in text
     assert "#SBATCH --partition=main\n" in text
@@ -161,6 +164,9 @@ def test_the_job_is_queued_by_a_script_that_names_it_and_holds_no_value_of_the_c
         ({"nodes": "none"}, "--nodes"),
         ({"gpus_per_task": "2", "devices": "3"}, "--devices"),
         ({"time": "1 hour"}, "--time"),
+        ({"time": "2"}, "--time"),
+        ({"time": "0:02:00"}, "--time"),
+        ({"time": "0-0:1"}, "--time"),
         ({"partition": "a b"}, "--partition"),
         ({"account": "$(x)"}, "--account"),
         ({"runtime": "local", "partition": "main", "nodes": 2}, "--partition and --nodes"),
@@ -258,6 +264,11 @@ def test_the_job_requests_what_is_asked_for_and_leaves_the_rest_to_the_site(run)
     found = directives(script(replace(work(run), cluster=spec.build(workers=2, ps=2))))
     assert not {name.replace("_", "-") for name in requested} & set(found)
     assert ("5", f"B:USR1@{slurm.SAVE_S}", True) == (found["ntasks"], found["signal"], "requeue" in found)
+
+
+@pytest.mark.parametrize("limit", ["", "0", "3", "2:01", "1-0", "0-1", "0-0:03", "0-0:2:1", "UNLIMITED", "-1"])
+def test_a_time_limit_that_leaves_time_to_train_is_accepted(limit):
+    slurm.check_time(limit)
 
 
 def test_the_job_of_an_elastic_run_survives_its_nodes(run):
