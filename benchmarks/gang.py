@@ -69,7 +69,7 @@ def measure(bench: Bench) -> list[Figure]:
         PrerequisiteError: strace is missing.
     """
     _check_strace()
-    counts = [count for count in (*COUNTS, LARGEST) if count * TASK_BYTES < memory.available_bytes()]
+    counts = [count for count in (*COUNTS, LARGEST) if count * TASK_BYTES < memory.free_bytes()]
     found = {_name(count): Measured() for count in (counts[:1] if bench.quick else reversed(counts))}
     for turn in bench.turns():
         for count in counts[:1] if bench.quick else counts:

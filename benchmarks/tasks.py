@@ -14,7 +14,7 @@ COUNTS = (1, 2, 4, 8, 16)
 
 def measure(bench: Bench) -> list[Figure]:
     """Start each number of tasks that fits into memory, in turn."""
-    fit = [count for count in COUNTS if count * TASK_MEMORY_BYTES < memory.available_bytes()]
+    fit = [count for count in COUNTS if count * TASK_MEMORY_BYTES < memory.free_bytes()]
     counts = [count for count in fit if not bench.quick or count <= 2 * cores()]
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for turn in bench.turns():

@@ -56,12 +56,16 @@ def headroom_bytes() -> int:
     return limit_bytes() - (int(used) if used.isdecimal() else 0) + cached
 
 
+def free_bytes() -> int:
+    """Return the memory that this process may still take: of this machine, and within the limit of its container."""
+    return min(available_bytes(), headroom_bytes())
+
+
 def is_short() -> bool:
     """Whether memory is short, by `SHORT_BYTES` or `SHORT_WAITS`."""
     pressure = _cgroup("memory.pressure", str(PRESSURE))
     waits = re.search(r"some avg10=([0-9.]+)", pressure)
-    left = min(available_bytes(), headroom_bytes())
-    return left < SHORT_BYTES or (waits is not None and float(waits[1]) > SHORT_WAITS)
+    return free_bytes() < SHORT_BYTES or (waits is not None and float(waits[1]) > SHORT_WAITS)
 
 
 def kills() -> int:

@@ -67,7 +67,7 @@ class MemorySnapshots:
         _fill(min(self._files, key=_steps_of), _HEADER.pack(*numbers, digest), parts)
 
     def _has_room(self, needed: int) -> bool:
-        has = min(memory.available_bytes(), memory.headroom_bytes()) // self.sharing  # all look at the same time
+        has = memory.free_bytes() // self.sharing  # all look at the same time
         if needed > has * ROOM_SHARE and not self._warned:
             self._warned = True
             print(

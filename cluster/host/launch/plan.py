@@ -315,7 +315,7 @@ def assess(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     if limit:
         rooms.append({"of": "a task", "needs": max(of_task.values()), "has": limit})
     elif not plan.runtime.is_remote:
-        rooms.append({"of": "this machine", "needs": sum(of_task.values()), "has": memory.available_bytes()})
+        rooms.append({"of": "this machine", "needs": sum(of_task.values()), "has": memory.free_bytes()})
     if plan.gpus.memory_bytes:
         rooms.append({"of": "a GPU", "needs": sum(per_replica.values()), "has": plan.gpus.memory_bytes})
     fits = all(room["needs"] <= room["has"] for room in rooms) if rooms else None

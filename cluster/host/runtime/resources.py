@@ -51,7 +51,7 @@ class Memory:
 
 def check_free_memory(num_tasks: int, ending: int = 0) -> None:
     """Check that TensorFlow processes without a limit fit into the free memory and that of `ending` tasks."""
-    available = memory.available_bytes() + ending * TASK_MEMORY_BYTES
+    available = memory.free_bytes() + ending * TASK_MEMORY_BYTES
     if num_tasks * TASK_MEMORY_BYTES > available:
         need = f"{counted(num_tasks, 'task')} need about {num_tasks * TASK_MEMORY_BYTES / 2**30:.1f} GiB of memory"
         use = f"use at most {counted(available // TASK_MEMORY_BYTES, 'task')} here"

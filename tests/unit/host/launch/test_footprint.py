@@ -72,7 +72,7 @@ def test_a_task_holds_weights_gradients_state_and_its_micro_batch(options, expec
     ],
 )
 def test_a_container_a_gpu_and_the_machine_must_hold_their_tasks(monkeypatch, limit, free_bytes, fits):
-    monkeypatch.setattr(plans.memory, "available_bytes", lambda: free_bytes)
+    monkeypatch.setattr(plans.memory, "free_bytes", lambda: free_bytes)
     value = plans.assess(plan(**limit), SIZES)
     assert fits is value["fits"]
     assert fits is not any("NOT fit" in line for line in plans.memory_lines(SIZES | value))
@@ -87,7 +87,7 @@ def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch):
 
 def test_a_model_is_counted_on_its_data_or_that_of_your_own(monkeypatch):
     monkeypatch.setattr(user_code, "run", lambda *given, **more: SIZES)
-    monkeypatch.setattr(plans.memory, "available_bytes", lambda: 2**40)
+    monkeypatch.setattr(plans.memory, "free_bytes", lambda: 2**40)
     unprepared, own = plan(model="mine:model"), plan(dataset="mine:data")
     unprepared.data = own.data = ""  # as always of a user's dataset: its function may have changed
     assert {"unknown"} == set(plans.estimate_memory(unprepared))

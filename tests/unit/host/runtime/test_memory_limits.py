@@ -112,6 +112,14 @@ def test_limit_room_and_kills_are_the_kernel_s(kernel, files):
         assert (True, 0) == (machine.headroom_bytes() > 2**60, machine.kills())
 
 
+def test_local_tasks_must_fit_into_the_limit_of_the_container_that_they_run_in(kernel, monkeypatch):
+    kernel(V2)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 64 * GIB)
+    resources.check_free_memory(3)
+    with pytest.raises(PrerequisiteError):
+        resources.check_free_memory(4)
+
+
 @pytest.mark.parametrize(
     ("free", "files", "short"),
     [
