@@ -242,6 +242,8 @@ _FIELDS = {field.name: field for field in dataclasses.fields(Request)}
 OPTIONS = {
     name: _option(_FIELDS[name], group, texts) for group, named in _TEXTS.items() for name, texts in named.items()
 }
+OVERRIDES = {f"--{option.override}": option for option in OPTIONS.values() if option.override}
+"""The options that set a field of the training configuration, by their word after `--`."""
 
 
 def check_together(request: Request, *, scripted: bool | None) -> None:
@@ -256,10 +258,9 @@ def check_together(request: Request, *, scripted: bool | None) -> None:
         if value is not None:
             option.parse(value)
     if scripted is False:
-        both = {f"--{option.override}": option.key for option in OPTIONS.values() if option.override}
         for word in request.overrides:
-            if key := both.get(word.partition("=")[0].replace("_", "-")):
-                raise UsageError(f"{word} is an option of `up`; give --{key} before --")
+            if same := OVERRIDES.get(word.partition("=")[0].replace("_", "-")):
+                raise UsageError(f"{word} is an option of `up`; give --{same.key} before --")
     met = {Needs.NEW_RUN: not request.resume, Needs.EARLIER_RUN: bool(request.resume or request.again)}
     check_needs(request, met if scripted is None else met | {Needs.TRAINER: not scripted, Needs.SCRIPT: scripted})
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.contract import settings
-from cluster.host.options.request import OPTIONS, TYPES, Group, Option, Request
+from cluster.host.options.request import OPTIONS, OVERRIDES, TYPES, Group, Option, Request
 from cluster.system.errors import UsageError, nearest
 from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND, short_path
@@ -81,7 +81,14 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
             options[option.name] = checked
         elif option.group == Group.TRAINS and option.is_given(checked) and option.name != "reuse_data":
             raise UsageError(f"{short_path(path)}: {key!r} cannot be used here; give this command a file without it")
-    return RunFile(path, options, tuple(_words(train, "", path)), tuple(args))
+    words = []
+    for word in _words(train, "", path):
+        name, equals, value = word.partition("=")
+        if (same := OVERRIDES.get(name)) and same.name in taken:
+            options.setdefault(same.name, value if equals else True)
+        else:
+            words.append(word)
+    return RunFile(path, options, tuple(words), tuple(args))
 
 
 def merge_by_name(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
