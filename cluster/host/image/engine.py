@@ -26,6 +26,8 @@ class Availability:
     detail: str = ""
     """A description, such as the engine's version, or the reason why it cannot be used."""
     fix: str = ""
+    remote: str = ""
+    """The address of an engine on another machine, which may not have this one's files; empty for a local one."""
 
 
 def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
@@ -63,7 +65,10 @@ def probe(*, for_tasks: bool = True) -> Availability:
     code, compose_version = ask("compose", "version", "--short")
     if code != 0:
         return unavailable(f"Docker Engine {version} has no Compose plugin (`docker compose version` fails)")
-    return Availability(True, f"Docker Engine {version}, Compose {compose_version}")
+    # As the client resolves DOCKER_HOST, DOCKER_CONTEXT and its configuration.
+    code, host = ask("context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
+    remote = "" if code or host.startswith("unix://") else host
+    return Availability(True, f"Docker Engine {version}, Compose {compose_version}", remote=remote)
 
 
 def unavailable(detail: str) -> Availability:

@@ -45,7 +45,10 @@ def choose_runtime(requested: str, strategy: Strategy | None = None) -> tuple[Ru
         if hardware and not runtime.reaches_hardware:
             why = f"{runtime.tasks} get no {hardware}"
             continue
-        if (state := runtime.probe()).ready:
+        if (state := runtime.probe()).remote:
+            why = f"{state.remote} may not have this machine's files; if it has, use --runtime {runtime.name}"
+        elif state.ready:
             return runtime, f"{runtime.tasks}: {state.detail or why}"
-        why = state.detail
+        else:
+            why = state.detail
     raise PrerequisiteError(f"--runtime {AUTO}: {why}")

@@ -144,7 +144,7 @@ def test_a_dry_run_only_asks_the_engine(client, planned, context, tmp_path, caps
     printed = capsys.readouterr().out.splitlines()
     assert " up --detach --no-build --pull never chief worker-0 worker-1" in printed[-2]
     assert "--profile tensorboard up --detach tensorboard" in printed[-1]
-    assert {"info", "compose", "image"} >= {call.split()[0] for call in calls.read_text().splitlines()}
+    assert {"info", "compose", "context", "image"} >= {call.split()[0] for call in calls.read_text().splitlines()}
     assert " up " not in calls.read_text()
     assert not (tmp_path / "runs").exists()
 

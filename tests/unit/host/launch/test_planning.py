@@ -113,6 +113,17 @@ def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monk
 
 
 @pytest.mark.parametrize(
+    ("host", "runtime"),
+    [("unix:///run/docker.sock", "docker"), ("ssh://builder", "local"), ("tcp://localhost:2375", "local")],
+)
+def test_an_engine_that_may_not_have_this_machine_s_files_must_be_asked_for(resolved, docker, host, runtime):
+    docker(f'[ "$1" = context ] && echo {host} && exit\n{WORKING_ENGINE}')
+    planned = planning.plan(Request())
+    assert (runtime, runtime == "local") == (planned.runtime.name, host in planned.why_runtime)
+    assert "docker" == planning.plan(Request(runtime="docker")).runtime.name
+
+
+@pytest.mark.parametrize(
     ("script", "message"),
     [
         (None, "docker is not installed"),
@@ -347,7 +358,7 @@ def test_a_container_start_builds_images_then_brings_up_every_task(resolved, bui
     assert "docker build ." == commands[1]
     assert commands[2].endswith("up --detach --no-build --pull never chief worker-0")
     assert f"-f {planned.run.compose}" in commands[2]
-    assert {"info", "compose"} == {call.split()[0] for call in calls.read_text().splitlines()}  # it is only asked
+    assert {"info", "compose", "context"} == {call.split()[0] for call in calls.read_text().splitlines()}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
