@@ -31,6 +31,8 @@ def changes_sha256(*folders: str) -> str | None:
 
 
 def _git(*words: str) -> bytes:
+    if not (ROOT / ".git").exists():  # git would search the folders above, of which one may be another's checkout
+        return b""
     try:
         done = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *words], capture_output=True, check=False)
     except FileNotFoundError:

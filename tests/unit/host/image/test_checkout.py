@@ -32,12 +32,14 @@ def committed(folder) -> Path:
     return file
 
 
-def test_the_commit_and_its_time_are_reported_and_whether_files_differ(committed):
+def test_the_commit_and_its_time_are_reported_and_whether_files_differ(committed, monkeypatch):
     commit = checkout.commit()
     assert (40, commit, 86400) == (len(commit), checkout.revision(), checkout.commit_time_s())
     committed.write_text("2")
     assert (commit, f"{commit}-dirty", 86400) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())
     assert (commit, f"{commit}-dirty") == (checkout.revision("train"), checkout.revision("train/other.py"))
+    monkeypatch.setattr(checkout, "ROOT", committed.parent)  # an installed copy, below a repository of the user's
+    assert ("", "", 0) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())
 
 
 def test_what_differs_from_the_commit_is_reported_by_a_hash(folder, committed):
