@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """The command `tf-cluster`: runs the tasks of this project from any folder.
 
-It uses only the standard library. An installed copy is first copied to the user's cache, where commands may write, and
-the environment of the locks is created there once; a checkout has its own environment. Runs are in the folder where the
-command is called, and data is in the cache, shared by all of the user's projects.
+It uses only the standard library, as of Python 3.6: in a checkout any `python3` may run it. An installed copy is first
+copied to the user's cache, where commands may write, and the environment of the locks is created there once; a checkout
+has its own environment. Runs are in the folder where the command is called, and data is in the cache, shared by all of
+the user's projects.
 """
 
 import contextlib
@@ -50,11 +51,8 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     os.environ.pop("PYTHONSAFEPATH", None)  # the tasks are found next to `tasks.py`
-    os.environ |= {
-        "INVOKED_AS": "tf-cluster",
-        "RUNS_DIR": runs,
-        "DATA_DIR": os.environ.get("DATA_DIR") or str(cache / "data"),
-    }
+    data = os.environ.get("DATA_DIR") or str(cache / "data")
+    os.environ.update(INVOKED_AS="tf-cluster", RUNS_DIR=runs, DATA_DIR=data)
     python = str(venv / "bin" / "python")
     os.execv(python, [python, str(code / "tasks.py"), *sys.argv[1:]])  # noqa: S606  # on purpose without a shell
 
@@ -117,7 +115,7 @@ def create_environment(venv: Path, code: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> "Iterator[None]":
     """Context manager that lets only one process at a time create a folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as file:

@@ -112,6 +112,16 @@ def test_the_command_of_a_checkout_without_an_environment_names_make_setup(tmp_p
     assert 1 == len(done.stderr.splitlines())
 
 
+def test_the_command_of_a_checkout_runs_with_an_old_python(sources):
+    older = "import collections.abc, os, runpy\ndel os._Environ.__ior__, collections.abc.Iterable.__class_getitem__\n"
+    launched = f"{older}os.execv = print\nrunpy.run_path('cluster/launcher.py', run_name='__main__')"
+    (venv := sources / ".venv").mkdir()
+    (venv / ".host").touch()
+    shown = call(sources, sys.executable, "-c", launched)
+    shutil.rmtree(venv)
+    assert shown.startswith(str(venv))
+
+
 def test_an_environment_is_made_for_a_cpu_or_for_gpus(tmp_path, sources):
     planned = make(sources, "-n", "setup", f"VENV={tmp_path}/new", "ACCELERATOR=gpu")
     assert ("train-gpu.lock" in planned, "train-cpu.lock" in planned) == (True, False)
