@@ -1,6 +1,8 @@
 """Projects: the task that creates one in a folder, and its tests."""
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -35,20 +37,23 @@ def new(c, folder=None, kind="", script=""):
         raise UsageError(f"{folder!r} exists and is not an empty folder; choose another name")
     if script and not source.is_file():
         raise UsageError(f"--script {script!r}: no such file")
+    command = COMMAND if target.resolve().is_relative_to(ROOT) else "tf-cluster"  # elsewhere invoke finds no tasks
     if script:
-        values = {"name": target.resolve().name, "script": source.name, "command": COMMAND}
+        values = {"name": target.resolve().name, "script": source.name, "command": command}
         files = {source.name: source.read_bytes()}
         files |= {name: text.format(**values).encode() for name, text in _FILES.items()}
     else:
         kind = kind or KINDS[0]
         files = {path.name: path.read_bytes() for path in sorted((EXAMPLES / kind).iterdir()) if path.is_file()}
         readme = files["README.md"].decode().replace(f"cd examples/{kind}", f"cd {target.name}")
-        files["README.md"] = readme.replace("tf-cluster", COMMAND).encode()
+        files["README.md"] = readme.replace("tf-cluster", command).encode()
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (target / name).write_bytes(content)
     print(f"wrote {', '.join(files)} to {short_path(target)}")
-    print(f"next: cd {short_path(target)} && {COMMAND} up --file run.toml")
+    if command != COMMAND and not shutil.which(command):
+        print(f"`make install` in {ROOT} makes {command} a command for any folder")
+    print(f"next: cd {shlex.quote(short_path(target))} && {command} up --file run.toml")
 
 
 def test(select: str = "") -> NoReturn:

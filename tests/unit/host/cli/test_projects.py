@@ -1,5 +1,6 @@
 """`new`: a project in a folder of the user's."""
 
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -21,6 +22,14 @@ def test_a_project_is_five_files_and_its_data(tmp_path, kind):
     request = run_file.read_run_file(str(tmp_path / "mine" / "run.toml")).request({}, ())
     assert request.workers == 1
     assert request.run_name().startswith("mine-")
+
+
+def test_the_next_command_works_in_a_folder_that_no_checkout_is_around(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert EXIT_DONE == exit_code("new", folder="my proj")
+    _, folder, _, command, *_ = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("next: "))
+    assert ("my proj", "tf-cluster") == (folder, command)
+    assert "$ tf-cluster up" in (tmp_path / folder / "README.md").read_text()
 
 
 def test_a_script_becomes_a_project(tmp_path):
