@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.contract import strategies, tf_config
+from cluster.contract import settings, strategies, tf_config
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.runtime.base import Finding
 from cluster.host.view.columns import columns, plain_lines
@@ -168,7 +168,7 @@ def read_tf_config(name: str) -> str:
     if name == "-":
         return sys.stdin.read(MAX_BYTES)
     try:
-        with Path(name).open("rb") as file:
+        with settings.expanded("file", name).open("rb") as file:
             return file.read(MAX_BYTES).decode(errors="replace")
     except OSError as error:
         raise UsageError(f"--file {name!r}: {error.strerror}; name a file that holds a TF_CONFIG") from None

@@ -186,7 +186,8 @@ def evaluate(c, run=None, trust=False, json=False):
 @task(has_dry_run=True)
 def export(c, run=None, serving="", trust=False):
     """Write a run's newest checkpoint as a SavedModel to its folder export/."""
-    _run(c, run, "export", *(["--serving", str(Path(serving).absolute())] if serving else []), trust=trust)
+    words = ["--serving", str(settings.expanded("serving", serving).absolute())] if serving else []
+    _run(c, run, "export", *words, trust=trust)
 
 
 @task(has_dry_run=True)
@@ -194,8 +195,8 @@ def predict(c, run=None, image="", features="", trust=False):
     """Print what a run's exported model predicts for an image, or for an example of any features."""
     if bool(image) == bool(features):
         raise UsageError("expected --image or --features: an image file such as boot.png, or a JSON file of an example")
-    option, path = ("--image", image) if image else ("--features", features)
-    _run(c, run, "predict", option, str(Path(path).absolute()), trust=trust)
+    option, name = ("image", image) if image else ("features", features)
+    _run(c, run, "predict", f"--{option}", str(settings.expanded(option, name).absolute()), trust=trust)
 
 
 def _run(c, run, verb, *words, trust):

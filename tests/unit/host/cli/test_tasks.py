@@ -72,6 +72,14 @@ def test_a_saved_model_is_read_with_the_modules_and_packages_of_its_run(make_run
     assert (EXIT_USAGE, True) == ((found := refusal("evaluate", c, run=run.name, trust=True))[0], "A_KEY" in found[1])
 
 
+@pytest.mark.parametrize(("task", "option"), [("export", "serving"), ("predict", "image"), ("predict", "features")])
+def test_a_path_may_be_in_the_home_folder(make_run, monkeypatch, task, option):
+    run, c = make_run(workers=0), context()
+    monkeypatch.setenv("HOME", "/home/me")
+    tasks.ns[task](c, run=run.name, trust=True, **{option: "~/mine"})
+    assert [f"--{option}", "/home/me/mine"] == shlex.split(commands(c)[0])[-2:]
+
+
 def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys):
     run, killed = current(make_run(workers=0)), []
 
