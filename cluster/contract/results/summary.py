@@ -150,12 +150,15 @@ def _restarts(summary: Summary) -> list[str]:
 
 def _again(run: RunFolder, summary: Summary) -> list[str]:
     """Return shell commands. A run's name needs no quoting."""
-    commands = {f"{COMMAND} rerun {run.name}": "the same training once more, compared with this one"}
-    if not run.script:
+    commands = {}
+    if run.script:
+        commands[f"{COMMAND} logs --run {run.name}"] = "what the script printed"
+    else:
         commands[f"{COMMAND} report {run.name}"] = "one page: curves, restarts, configuration"
     if summary.state != "succeeded":
         commands[f"{COMMAND} up --resume {run.name}"] = "continue from the newest checkpoint"
     elif not run.script:
+        commands[f"{COMMAND} rerun {run.name}"] = "the same training once more, compared with this one"
         commands[f"{COMMAND} evaluate {run.name}"] = "the newest checkpoint on the test set"
     width = max(map(len, commands))
     return ["```console", *(f"$ {command:<{width}}  # {what}" for command, what in commands.items()), "```"]

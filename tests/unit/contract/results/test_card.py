@@ -16,6 +16,9 @@ def test_a_run_that_ended_has_a_card_until_it_goes_on(run):
     assert text.startswith("# `demo`: succeeded\n")
     for part in ("`eval_accuracy`: 0.5000", "`ab`", "chief, worker-0", "invoke rerun demo"):
         assert part in text
+    write_json(run.config, {"script": "fit.py", "arguments": []})
+    summary.write_summary(run, settle_s=0)
+    assert "invoke rerun" not in run.card.read_text()
     run.reopen()
     assert not run.card.exists()
 
@@ -24,7 +27,8 @@ def test_a_run_that_ended_has_a_card_until_it_goes_on(run):
 def test_the_card_of_a_run_that_can_go_on_says_so(run, state):
     run.end(state, task="chief", error="no more luck")
     summary.write_summary(run, settle_s=0)
-    assert "invoke up --resume demo" in run.card.read_text()
+    assert "invoke up --resume demo" in (text := run.card.read_text())
+    assert "invoke rerun" not in text
     assert (state == "failed") is ("`no more luck`" in run.card.read_text())
 
 
