@@ -1,5 +1,6 @@
 """The tasks about runs: to show, end, compare and delete them, to use what they have saved, and sweeps."""
 
+import contextlib
 import os
 import shlex
 import sys
@@ -33,7 +34,8 @@ def status(c, run=None, watch=False, json=False):
     """Show every task's state, step, speed, loss and restarts."""
     folder = folders.find_run(run)
     if watch:
-        watching.show_until_end(folder)
+        with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+            watching.show_until_end(folder)
     show(read_status(folder), status_table, as_json=json)
 
 

@@ -1,5 +1,6 @@
 """Dry runs, the commands that tasks run, and errors of the command line."""
 
+import json
 import os
 import shlex
 import signal
@@ -78,6 +79,14 @@ def test_a_path_may_be_in_the_home_folder(make_run, monkeypatch, task, option):
     monkeypatch.setenv("HOME", "/home/me")
     tasks.ns[task](c, run=run.name, trust=True, **{option: "~/mine"})
     assert [f"--{option}", "/home/me/mine"] == shlex.split(commands(c)[0])[-2:]
+
+
+def test_a_watched_run_s_status_is_alone_on_the_output_as_json(make_run, monkeypatch, capsys):
+    run = current(make_run(workers=0))
+    monkeypatch.setattr(foreground, "show_until_end", lambda run: print("chief training"))
+    tasks.ns["status"](context(), watch=True, json=True)
+    shown = capsys.readouterr()
+    assert (run.name, "chief training\n") == (json.loads(shown.out)["run"], shown.err)
 
 
 def test_down_ends_a_run_even_if_it_does_not_stop(make_run, monkeypatch, capsys):
