@@ -30,10 +30,11 @@ def _sum(gradients: Sequence[Any]) -> list[Any]:
 
 
 def _clip(optimizer: Any, gradients: Sequence[Any]) -> Any:
-    clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
-    if clips and not getattr(optimizer, "_receives_sums", False):
-        gradients = _sum(gradients)
-        optimizer._all_reduce_sum_gradients = list  # which comes after the clipping
+    if not getattr(optimizer, "_receives_sums", False):
+        vars(optimizer).pop("_all_reduce_sum_gradients", None)  # of when it was clipping
+        if optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue:
+            gradients = _sum(gradients)
+            optimizer._all_reduce_sum_gradients = list  # which comes after the clipping
     return _keras_clip(optimizer, gradients)
 
 

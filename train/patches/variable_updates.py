@@ -22,7 +22,7 @@ def _in_one_operation(name: str) -> Callable[[keras.Variable, object], object]:
         if is_separate(variable):
             return keras_method(variable, value)
         stored = variable._value  # `value` is a copy in a layer that computes in less than float32
-        return getattr(stored, name)(tf.cast(value, stored.dtype))
+        return getattr(stored, name)(tf.broadcast_to(tf.cast(value, stored.dtype), stored.shape))
 
     return assign
 

@@ -1,4 +1,4 @@
-"""Patches of gradients: not finite ones show in the loss, repeated rows are summed, and sums keep their order."""
+"""Patches of gradients and updates: not finite ones show in the loss, repeated rows are summed, sums keep order."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow import keras
 from tensorflow.python.eager import context
 
-from train.patches import central_sums, nan_gradients, repeated_rows
+from train.patches import central_sums, clipped_sums, nan_gradients, repeated_rows, variable_updates
 from train.patches.exact_order import keep_order_of_sums
 
 GOOD = tf.constant([1.0, -3e38])
@@ -52,6 +52,19 @@ def test_keras_itself_does_a_larger_step_of_adam(monkeypatch):
     monkeypatch.setattr(TFOptimizer, "_distributed_tf_update_step", repeated_rows.keras_update)
     ratio = step_of_adam(SLICES)[1, 0] / step_of_adam(tf.convert_to_tensor(SLICES))[1, 0]
     assert ratio == pytest.approx(3**0.5, rel=1e-3)
+
+
+def test_an_optimizer_that_clips_no_more_sums_its_gradients_itself():
+    optimizer = keras.optimizers.SGD()
+    for optimizer.clipnorm in (1.0, None):
+        clipped_sums._clip(optimizer, [GOOD])
+        assert ("_all_reduce_sum_gradients" in vars(optimizer)) is (optimizer.clipnorm is not None)
+
+
+def test_a_number_is_added_to_every_element():
+    variable = keras.Variable([1.0, 2.0])
+    variable_updates.assign_add(variable, 1)
+    np.testing.assert_array_equal([2.0, 3.0], variable)
 
 
 @pytest.fixture
