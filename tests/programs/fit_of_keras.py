@@ -71,6 +71,9 @@ def data(*more: np.ndarray) -> tf.data.Dataset:
 def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] | None = None, **options: Any) -> Any:
     with scope():
         model = new_model(**(compiled or {}))
+    if options.pop("outside", False):
+        metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+        model.compile(keras.optimizers.Adam(0.05), model.loss, metrics=metrics, jit_compile=False)
     history = model.fit(*arguments, verbose=0, **options)
     found = {"history": history.history, "epochs": history.epoch, "weights": weights(model)}
     return found | {"later": model.fit(*arguments, verbose=0).epoch if "callbacks" in options else []}
@@ -119,11 +122,13 @@ def with_callbacks(scope: Callable[[], Any], folder: Path) -> dict[str, Any]:
     return {"whole": whole, "left": left, "resumed": resumed, "saved": len(saved), "shared": shared}
 
 
-def drawn(strategy: tf.distribute.Strategy) -> list[float]:
-    """Return the mask that this task's replica draws."""
+def drawn(strategy: tf.distribute.Strategy) -> dict[str, Any]:
+    """Return the mask that this task's replica draws, and its numbers without a seed in two steps."""
     with strategy.scope():
         dropout = keras.layers.Dropout(0.5, seed=1)
-    return strategy.run(lambda: dropout(tf.ones([64]), training=True)).numpy().tolist()
+    mask = strategy.run(lambda: dropout(tf.ones([64]), training=True)).numpy().tolist()
+    draw = tf.function(lambda: strategy.run(lambda: keras.random.normal([4])))
+    return {"drawn": mask, "unseeded": [draw().numpy().tolist() for _ in range(2)]}
 
 
 def averages(strategy: tf.distribute.Strategy) -> list[float]:
@@ -190,6 +195,7 @@ def main(result: Path) -> None:
         "callbacks": with_callbacks(scope, folder),
         "sample_weights": trained(scope, data(WEIGHTS), epochs=2),
         "clipped": trained(scope, data(), compiled={"optimizer": lambda: keras.optimizers.SGD(1.0, clipnorm=0.01)}),
+        "outside": trained(scope, data(), outside=True, epochs=2, validation_data=data()),
         "scaled": trained(scope, data(OVERFLOWS), compiled={"optimizer": scaling}),
         "execution": trained(scope, data(WEIGHTS), epochs=2, compiled={"steps_per_execution": 2}),
         "class_weights": trained(scope, X, Y, batch_size=BATCH, shuffle=False, class_weight={0: 0.5, 1: 1.0, 2: 2.0}),
@@ -201,7 +207,7 @@ def main(result: Path) -> None:
     found["predict"] = model.predict(tf.data.Dataset.from_tensor_slices(X).batch(BATCH), verbose=0).tolist()
     if several:
         found["unbuilt"] = without_call(scope, built=False)
-        found |= {"drawn": drawn(strategy), "averages": averages(strategy)}
+        found |= {**drawn(strategy), "averages": averages(strategy)}
     result.write_text(json.dumps(found))
     if several:  # the other task may still receive what this one has sent it
         wait_for(lambda: all((result.parent / f"{task}.json").exists() for task in range(2)), "the other task")

@@ -1,8 +1,9 @@
-"""`Model.fit` builds the model from one replica's batch under MultiWorkerMirroredStrategy.
+"""`Model.fit` builds the model from one replica's batch under MultiWorkerMirroredStrategy, and all parts in its scope.
 
 Defect: `TensorFlowTrainer._maybe_symbolic_build` averages the first batch over all replicas, which collectives refuse,
 and a model with a `train_step` but no `call` cannot be built at all. Keras issue 20585,
-docs/internals/upstream/keras-20585.md.
+docs/internals/upstream/keras-20585.md. Metrics and optimizers are those of a single replica if `compile` is called
+outside of the strategy's scope, which Keras 2 entered.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
 Not applied: if the source of `_maybe_symbolic_build` reduces nothing.
@@ -24,10 +25,24 @@ def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = No
             data_batch = tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
             break
     with strategy.scope():
+        optimizers = [part for part in vars(model).values() if isinstance(part, keras.optimizers.Optimizer)]
+        inner = [part.inner_optimizer for part in optimizers if hasattr(part, "inner_optimizer")]
+        _move_into_scope([*inner, *optimizers], strategy)
         if type(model).call is not keras.Model.call:
             model._symbolic_build(data_batch=data_batch)
         else:  # trained by its `train_step` alone, which Keras cannot call with symbolic tensors
             _build_optimizer(model, strategy.num_replicas_in_sync)
+        _move_into_scope(model.metrics, strategy)
+
+
+def _move_into_scope(parts: list[Any], strategy: Any) -> None:
+    """Create the variables of optimizers or metrics again that were created outside of the scope of the model."""
+    for part in parts if strategy.num_replicas_in_sync > 1 else []:
+        if hasattr(part, "_distribution_strategy"):
+            part._distribution_strategy = strategy
+        for variable in part.variables:
+            if not strategy.extended.variable_created_in_scope(variable._value):
+                variable._initialize(variable.numpy())
 
 
 def _build_optimizer(model: Any, num_replicas: int) -> None:

@@ -48,7 +48,8 @@ def test_every_script_patch_must_still_be_needed(found):
         assert "PerReplica" in task["error"]
     tensorflow = ["_apply_debug_options"]
     fit = ["_maybe_symbolic_build", "reduce_per_replica", "_make_function"]
-    layers = ["add_weight", "Layer.losses", "next", "_trackable_children", "_clip_gradients", "apply", "_moments"]
+    layers = ["add_weight", "Layer.losses", "next", "global_seed_generator"]
+    layers += ["_trackable_children", "_lock_state", "_clip_gradients", "apply", "_moments"]
     callbacks = ["BackupAndRestore", "ModelCheckpoint"]
     for task in found:
         assert ([*tensorflow, *fit, *layers, *callbacks], []) == (task["replaced"], task["again"])
@@ -76,8 +77,8 @@ def test_the_chief_alone_must_write_what_callbacks_save(found):
     assert ["best.keras", *epochs, "events", "interrupted"] == chief["left"] == alone["left"]
 
 
-@pytest.mark.parametrize("what", ["sample_weights", "class_weights"])
-def test_weights_of_examples_must_count_as_in_one_process(found, what):
+@pytest.mark.parametrize("what", ["sample_weights", "class_weights", "outside"])
+def test_weights_of_examples_and_parts_made_outside_of_the_scope_must_count_as_in_one_process(found, what):
     first, second, alone = (task[what] for task in found)
     assert first == second
     same(first, alone, tuple(alone["history"]))
@@ -106,6 +107,7 @@ def test_evaluation_and_prediction_must_be_those_of_one_process(found):
 
 def test_replicas_must_draw_different_masks(found):
     assert found[0]["drawn"] != found[1]["drawn"]
+    assert len({*map(tuple, (*found[0]["unseeded"], *found[1]["unseeded"]))}) == 4
     for task in found[:2]:
         assert {0.0, 2.0} == set(task["drawn"])
 
