@@ -3,14 +3,17 @@
 Defect: on several tasks, all of them write the same files.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_the_chief_alone_must_write_what_callbacks_save
-Not applied: to a task that trains alone.
+Not applied: to a task that trains alone, except that its backups have the states of random layers, too.
 
 The other tasks write to a temporary folder that is deleted at once, because reading some variables is a collective
 operation. Nothing here waits for a collective: a script may give a callback to its chief alone.
 """
 
 import contextlib
+import itertools
+import json
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +22,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+BEGUN_S = 600.0
+"""Longest time a task waits for the chief to name the folder of its backup."""
 DELETED_S = 60.0
 """Longest time a task waits for the chief to delete a backup that it could otherwise restore again."""
 _PATHS = (
@@ -27,6 +32,8 @@ _PATHS = (
     "_prev_weights_path",
     "_prev_training_metadata_path",
 )
+_begun = itertools.count()
+"""Numbers the trainings with a backup; every task has the same."""
 
 
 def apply() -> list[str]:
@@ -53,42 +60,79 @@ def _is_chief(model: Any) -> bool | None:
     return bool(extended.should_checkpoint) if extended._in_multi_worker_mode() else None
 
 
-def _in_task_folder(path: str) -> Path | None:
-    """Return a path relative to the working folder of this task of a run; None if it is outside."""
-    if not {"RUN_DIR", "TASK"} <= os.environ.keys() or "://" in path:
-        return None
-    folder = Path(os.environ["RUN_DIR"], "work", os.environ["TASK"]).resolve()
-    absolute = Path(path).resolve()
-    return absolute.relative_to(folder) if absolute.is_relative_to(folder) else None
+def _is_of_task(path: str) -> bool:
+    """Whether a path has the name of this task of a run, or is in its working folder or its temporary one."""
+    task, run, temporary = (os.environ.get(name) for name in ("TASK", "RUN_DIR", "TMPDIR"))
+    if not (task and run and temporary) or "://" in path:
+        return bool(task and task in path)
+    folders = [Path(run, "work", task), Path(temporary)]
+    return task in path or any(Path(path).resolve().is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _begin(backup: Any, logs: Any = None) -> None:
-    """Restore the chief's backup, even if the path is in each task's working folder."""
+    """Restore the chief's backup, even if each task has given another path."""
     backup.backup_dir = os.fspath(backup.backup_dir)
-    path = _in_task_folder(backup.backup_dir)
-    if _is_chief(backup.model) is False and path is not None:
-        _move(backup, str(Path(os.environ["RUN_DIR"], "work", "chief", path)))
+    chief = _is_chief(backup.model)
+    if chief is not None and "RUN_DIR" in os.environ and "://" not in backup.backup_dir:
+        _use_folder_of_chief(backup, chief)
     backup._unpatched["on_train_begin"](backup, logs)
+    seeds, states = json.loads(_state(backup) or "{}").get("seeds", []), _seed_states(backup.model)
+    for state, seed in zip(states, seeds, strict=False):
+        state.assign(seed)
+
+
+def _use_folder_of_chief(backup: Any, chief: bool) -> None:
+    attempt = f"{os.environ.get('GENERATION', '')}-{next(_begun)}"
+    named = Path(os.environ["RUN_DIR"], "work", "chief", f".backup-{attempt}.json")
+    if chief:
+        named.parent.mkdir(parents=True, exist_ok=True)
+        new = named.with_suffix(".new")
+        new.write_text(json.dumps([str(Path(backup.backup_dir).resolve()), _state(backup)]))
+        new.replace(named)
+        return
+    until = time.monotonic() + BEGUN_S
+    while not named.exists():
+        if time.monotonic() > until:
+            raise RuntimeError(f"the chief began no BackupAndRestore in {BEGUN_S:g} s; give the callback to every task")
+        time.sleep(0.02)
+    folder, state = json.loads(named.read_text())
+    _move(backup, folder)
+    if _state(backup) != state:
+        raise RuntimeError(f"this task does not see the chief's backup in {folder}; use a folder in RUN_DIR")
+
+
+def _state(backup: Any) -> str:
+    """Return the text that says which epoch the backup is of; nothing if there is no backup."""
+    path = Path(backup._training_metadata_path)
+    return path.read_text() if path.exists() else ""
+
+
+def _seed_states(model: Any) -> list[Any]:
+    """Return the states of the seed generators of layers, which Keras does not save with the weights."""
+    weights = {id(weight) for weight in model.weights}
+    return [variable for variable in model.variables if id(variable) not in weights]
 
 
 def _back_up(backup: Any) -> None:
     """Write the backup on the chief, so that it is complete whenever the chief is killed."""
-    original, chief = backup._unpatched["_save_model"], _is_chief(backup.model)
-    if chief is None or (chief and (backup.double_checkpoint or "://" in backup.backup_dir)):
+    original, writes = backup._unpatched["_save_model"], _is_chief(backup.model) is not False
+    if writes and (backup.double_checkpoint or "://" in backup.backup_dir):
         original(backup)
         return
     target = Path(backup.backup_dir)
-    if chief:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent if chief else None) as folder:
+    if writes:
+        target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target if writes else None) as folder:
         paths = {name: getattr(backup, name) for name in ("backup_dir", *_PATHS)}
         _move(backup, folder)
         try:
             original(backup)
         finally:
             vars(backup).update(paths)
-        if chief:
-            target.mkdir(exist_ok=True)
+        if writes:
+            metadata = Path(folder, Path(paths["_training_metadata_path"]).name)
+            seeds = [state.numpy().tolist() for state in _seed_states(backup.model)]
+            metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"seeds": seeds}))
             for path in ("_weights_path", "_training_metadata_path"):
                 os.replace(Path(folder, Path(paths[path]).name), paths[path])
 
@@ -97,11 +141,20 @@ def _end(backup: Any, logs: Any = None) -> None:
     """Delete the backup on the chief; the others wait for it, so that the next `fit` starts alike on all tasks."""
     backup.model._initial_epoch = None  # Keras would skip as many epochs of the next `fit`, too
     if _is_chief(backup.model) is not False:
-        backup._unpatched["on_train_end"](backup, logs)
+        folder = Path(backup.backup_dir)
+        if folder.is_symlink() or folder.is_mount():  # which cannot be deleted
+            for path in folder.iterdir() if backup.delete_checkpoint else ():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        else:
+            backup._unpatched["on_train_end"](backup, logs)
         return
     until = time.monotonic() + DELETED_S
-    while backup.delete_checkpoint and Path(backup.backup_dir).exists() and time.monotonic() < until:
+    while backup.delete_checkpoint and _is_left(backup) and time.monotonic() < until:
         time.sleep(0.02)
+
+
+def _is_left(backup: Any) -> bool:
+    return any(Path(getattr(backup, name)).exists() for name in _PATHS)
 
 
 def _move(backup: Any, folder: str) -> None:
@@ -111,10 +164,9 @@ def _move(backup: Any, folder: str) -> None:
 
 
 def _save(checkpoint: Any, epoch: int, batch: int | None, logs: Any) -> None:
-    """Save the model on the chief, and on other tasks if the path is in their working folder or has their name."""
-    path, task = checkpoint.filepath, os.environ.get("TASK", "")
-    own = (task and task in path) or _in_task_folder(path) is not None
-    elsewhere = _is_chief(checkpoint.model) is False and not own
+    """Save the model on the chief, and on other tasks if the path is in one of their folders or has their name."""
+    path, chief = checkpoint.filepath, _is_chief(checkpoint.model)
+    elsewhere = chief is False and not _is_of_task(path)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if elsewhere else contextlib.nullcontext() as folder:
         checkpoint.filepath = str(Path(folder, Path(path).name)) if folder else path
         try:

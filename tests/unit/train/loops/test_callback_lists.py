@@ -69,11 +69,15 @@ def test_evaluated_weights_are_chosen_by_the_averages_or_by_a_callback(own_parts
         assert [swap] == build_callbacks(_as_far_as_build(one_swaps))
 
 
-@pytest.mark.parametrize(("name", "writes"), [("best.weights.h5", False), ("worker-0.weights.h5", True)])
-def test_a_worker_saves_models_only_to_files_with_its_name(monkeypatch, tmp_path, name, writes):
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [("best.weights.h5", False), ("worker-0.weights.h5", True), ("temporary/best.weights.h5", True)],
+)
+def test_a_worker_saves_models_only_to_files_of_its_own(monkeypatch, tmp_path, name, writes):
     """Others are the chief's, which would write the same file at the same time."""
     patches.apply()
-    monkeypatch.setenv("TASK", "worker-0")
+    for variable, value in (("TASK", "worker-0"), ("RUN_DIR", "run"), ("TMPDIR", "temporary")):
+        monkeypatch.setenv(variable, value if variable == "TASK" else str(tmp_path / value))
     monkeypatch.setattr(callback_files, "_is_chief", lambda model: False)
     saves = keras.callbacks.ModelCheckpoint(str(tmp_path / name), save_weights_only=True)
     saves.set_model(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
