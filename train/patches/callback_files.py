@@ -16,7 +16,9 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -102,7 +104,7 @@ def _use_folder_of_chief(backup: Any, chief: bool) -> None:
 
 
 def _state(backup: Any) -> str:
-    """Return the text that says which epoch the backup is of; nothing if there is no backup."""
+    """Return the text that says which epoch the backup is of; nothing without a backup."""
     path = Path(backup._training_metadata_path)
     return path.read_text() if path.exists() else ""
 
@@ -166,6 +168,10 @@ def _move(backup: Any, folder: str) -> None:
 def _save(checkpoint: Any, epoch: int, batch: int | None, logs: Any) -> None:
     """Save the model on the chief, and on other tasks if the path is in one of their folders or has their name."""
     path, chief = checkpoint.filepath, _is_chief(checkpoint.model)
+    if chief and "://" not in path:
+        with _replacing_files(checkpoint):
+            checkpoint._unpatched["_save_model"](checkpoint, epoch, batch, logs)
+        return
     elsewhere = chief is False and not _is_of_task(path)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if elsewhere else contextlib.nullcontext() as folder:
         checkpoint.filepath = str(Path(folder, Path(path).name)) if folder else path
@@ -173,3 +179,23 @@ def _save(checkpoint: Any, epoch: int, batch: int | None, logs: Any) -> None:
             checkpoint._unpatched["_save_model"](checkpoint, epoch, batch, logs)
         finally:
             checkpoint.filepath = path
+
+
+@contextlib.contextmanager
+def _replacing_files(checkpoint: Any) -> Iterator[None]:
+    """Write files next to those that they then replace, which other tasks may be reading."""
+    model = checkpoint.model
+
+    def replacing(save: Any) -> Any:
+        def save_and_replace(path: str, **options: Any) -> None:
+            new = Path(path).with_name(f".{Path(path).name}")
+            save(str(new), **options)
+            new.replace(path)
+
+        return save_and_replace
+
+    checkpoint._model = SimpleNamespace(save=replacing(model.save), save_weights=replacing(model.save_weights))
+    try:
+        yield
+    finally:
+        checkpoint._model = model

@@ -20,7 +20,7 @@ def be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def chief(part: bool) -> None:
         monkeypatch.setattr(callback_files, "_is_chief", lambda model: part)
-        monkeypatch.setattr(callback_files, "_begun", itertools.count())  # as in a process of its own
+        monkeypatch.setattr(callback_files, "_begun", itertools.count())  # as in another process
 
     chief(True)
     return chief
@@ -65,3 +65,13 @@ def test_a_backup_in_another_file_system_must_have_the_next_masks_and_be_deleted
         fit(tmp_path / "backup", epochs=2)
         np.testing.assert_equal(fit(tmp_path / "backup"), fit(tmp_path / "whole"))
         assert [] == list(Path(folder).iterdir())
+
+
+def test_a_saved_model_must_be_whole_while_the_chief_writes_the_next(tmp_path):
+    path, model, found = tmp_path / "best.weights.h5", new_model(), []
+    path.write_text("whole")
+    model.save_weights = lambda new, **_: Path(new).write_text("next") and found.append(path.read_text())
+    saves = keras.callbacks.ModelCheckpoint(str(path), save_weights_only=True)
+    saves.set_model(model)
+    saves.on_epoch_end(0, {})
+    assert (["whole"], "next") == (found, path.read_text())
