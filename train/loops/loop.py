@@ -87,7 +87,7 @@ class Loop:
         """Begin after step `first`. Calls have up to `steps_per_loop` steps, or one if begun at a step in `single`."""
         self.step = self._first = first
         self._actions, self._steps_per_loop, self._single = actions, steps_per_loop, single
-        self._max_steps = 1  # doubles from the first call, which compiles, so that a stop is never far away
+        self._max_steps = 1  # doubles after the first call that does not compile, so that a stop is never far away
 
     def begin_call(self) -> int:
         for action in reversed(self._actions):  # the first action encloses the call most closely
@@ -102,8 +102,10 @@ class Loop:
         """Run the actions after a call that took `seconds`; return the reason to stop, or None."""
         progress = CallProgress(self.step, result, seconds, compiled=self.step == self._first)
         self.step = progress.step
-        brief = result.signals.brief
-        self._max_steps = max(1, self._max_steps // 2) if brief else min(2 * self._max_steps, self._steps_per_loop)
+        if result.signals.brief:
+            self._max_steps = max(1, self._max_steps // 2)
+        elif not progress.compiled:
+            self._max_steps = min(2 * self._max_steps, self._steps_per_loop)
         for action in self._actions:
             if (stop := action.after(progress)) is not None:
                 return stop

@@ -62,15 +62,15 @@ def run(
 @pytest.mark.parametrize(
     ("options", "periods", "brief_at", "calls", "done"),
     [
-        ({}, 5, (), [(0, 1), (1, 2), (3, 2), (5, 4), (9, 1), (10, 2)], [5, 10]),
-        ({}, 6, (), [(0, 1), (1, 2), (3, 3), (6, 4), (10, 2)], [6]),  # none after the last step
-        ({"first": 7}, 5, (), [(7, 1), (8, 2), (10, 2)], [10]),  # as without the resume
-        ({"stop_at": 11}, 0, (), [(0, 1), (1, 2), (3, 4), (7, 4), (11, 1)], []),
+        ({}, 5, (), [(0, 1), (1, 1), (2, 2), (4, 1), (5, 4), (9, 1), (10, 2)], [5, 10]),
+        ({}, 6, (), [(0, 1), (1, 1), (2, 2), (4, 2), (6, 4), (10, 2)], [6]),  # none after the last step
+        ({"first": 7}, 5, (), [(7, 1), (8, 1), (9, 1), (10, 2)], [10]),  # as without the resume
+        ({"stop_at": 8}, 0, (), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 4)], []),
         ({}, 0, (1, 8), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 2), (10, 2)], []),  # shorter on request
-        ({"single": range(5, 7)}, 0, (), [(0, 1), (1, 2), (3, 2), (5, 1), (6, 1), (7, 4), (11, 1)], []),
+        ({"single": range(5, 7)}, 0, (), [(0, 1), (1, 1), (2, 2), (4, 1), (5, 1), (6, 1), (7, 4), (11, 1)], []),
     ],
 )
-def test_calls_grow_from_one_step_and_none_crosses_periodic_work(options, periods, brief_at, calls, done):
+def test_calls_grow_once_a_step_was_timed_and_none_crosses_periodic_work(options, periods, brief_at, calls, done):
     steps, record = Steps(brief_at), Record(periods)
     assert (12, Stop.END) == run(steps, record, **options)
     assert (calls, done) == (steps.calls, record.done)
@@ -87,14 +87,15 @@ def test_the_first_action_that_ends_the_training_is_the_last():
 @pytest.mark.parametrize(("ends", "expected"), [(False, Stop.REQUESTED), (True, Stop.END)])
 def test_a_request_to_stop_ends_the_training_before_periodic_work(ends, expected):
     five = Record(5)
-    assert (5, expected) == run(Steps(), five, stop_at=3, ends=ends)
+    assert (5, expected) == run(Steps(), five, stop_at=4, ends=ends)
     assert [] == five.done
 
 
 def test_actions_get_every_call():
     report = Record(0)
     run(Steps(), report, total=9)
-    assert [(0, 1, True), (1, 3, False), (3, 7, False)] == report.calls  # not the end, where the last action is due
+    calls = [(0, 1, True), (1, 2, False), (2, 4, False), (4, 8, False)]
+    assert calls == report.calls  # not the end, where the last action is due
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
