@@ -1,5 +1,6 @@
 """The work of a task after its gate: serving, evaluating or training. Importing this module imports TensorFlow."""
 
+import errno
 import functools
 import os
 import re
@@ -41,6 +42,8 @@ tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and
 _ERRORS = tf.errors
 PEER_LOST = (_ERRORS.UnavailableError, _ERRORS.AbortedError, _ERRORS.CancelledError, _ERRORS.DeadlineExceededError)
 """Errors that mean the loss of another task of the cluster, rather than a problem in this task."""
+NO_MEMORY = (*DISK_FULL, errno.EMFILE, errno.ENFILE)
+"""Errors of the system that TensorFlow reports as exhausted resources, like a lack of memory."""
 
 
 class Program:
@@ -176,12 +179,14 @@ def describe_lost_contact(error: Exception) -> str:
 
 def explain(error: Exception) -> ClusterError | None:
     """Return a one-line error for a failure that a restart cannot fix; None for other errors."""
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return RunFailed(f"the disk is full ({system_error(error)}); free space, then `{COMMAND} up --resume` this run")
-    if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left" in str(error):
-        return RunFailed(f"the disk is full; free space, then `{COMMAND} up --resume` this run")
-    if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
-        reason = str(error).splitlines()[0][:200] if str(error) else "an array cannot be allocated"
+    is_exhausted, reason = isinstance(error, tf.errors.ResourceExhaustedError), str(error).partition("\n")[0][:200]
+    number = next((number for number in NO_MEMORY if is_exhausted and os.strerror(number) in str(error)), None)
+    if isinstance(error, OSError):
+        number, reason = error.errno, system_error(error)
+    if number in DISK_FULL:
+        return RunFailed(f"the disk is full ({reason}); free space, then `{COMMAND} up --resume` this run")
+    if isinstance(error, MemoryError) or (is_exhausted and number is None):
+        reason = reason or "an array cannot be allocated"
         return RunFailed(
             f"out of memory ({reason}); use a smaller batch, more --micro-batches, or --strategy pipeline with more "
             "--stages"

@@ -1,4 +1,7 @@
-"""The reason for a lost contact is found in TensorFlow's error, whose first line does not have it."""
+"""The reason for a lost contact, or for exhausted resources, is found in TensorFlow's error."""
+
+import errno
+import os
 
 import pytest
 import tensorflow as tf
@@ -34,3 +37,16 @@ RESET = f'{REMOTE}:UNKNOWN:Error received from peer {{grpc_message:"Collective o
 )
 def test_the_reason_is_one_short_line(text, reason):
     assert reason == program.describe_lost_contact(tf.errors.UnavailableError(None, None, text))
+
+
+@pytest.mark.parametrize(
+    ("problem", "advice"),
+    [
+        (f"ckpt; {os.strerror(errno.EDQUOT)}", "free space"),
+        (f"ckpt; {os.strerror(errno.ENOSPC)}", "free space"),
+        (f"ckpt; {os.strerror(errno.EMFILE)}", "None"),  # another attempt may have less of them
+        ("OOM when allocating tensor with shape[9]", "smaller batch"),
+    ],
+)
+def test_what_the_system_lacks_is_not_always_memory(problem, advice):
+    assert advice in str(program.explain(tf.errors.ResourceExhaustedError(None, None, problem)))
