@@ -57,7 +57,7 @@ class MemorySnapshots:
         """Copy the state after `step` steps, at which all tasks call this; if the memory is too small, only warn."""
         values = [read_octets(variable) for variable, _ in self._tree.pairs]
         length = sum(8 + octets.size + _padding(octets) for octets in values)
-        if all(os.fstat(file).st_size <= _HEADER.size for file in self._files) and not self._has_room(2 * length):
+        if not self._has_room(length):
             return
         parts = (
             part for octets in values for part in (_LENGTH.pack(octets.size), octets.data, bytes(_padding(octets)))
@@ -66,7 +66,11 @@ class MemorySnapshots:
         digest = _signed(sum(numbers) + sum(octets.size + _sum_words(octets) for octets in values))
         _fill(min(self._files, key=_steps_of), _HEADER.pack(*numbers, digest), parts)
 
-    def _has_room(self, needed: int) -> bool:
+    def _has_room(self, length: int) -> bool:
+        """Whether two snapshots of a length may be kept; the files of a task that keeps some have taken their room."""
+        if any(os.fstat(file).st_size > _HEADER.size for file in self._files):
+            return True
+        needed = 2 * length
         has = memory.free_bytes() // self.sharing  # all look at the same time
         if needed > has * ROOM_SHARE and not self._warned:
             self._warned = True
@@ -92,9 +96,12 @@ class MemorySnapshots:
         if step is None:
             self._discard(held.values())
             return None
+        content = _mapped(held[step]) if step in held else np.zeros(0, np.uint8)
         if any(step not in each for each in all_held):
-            self._receive(step, held, next(at for at, each in enumerate(all_held) if step in each))
-        _assign_values(self._tree, _split(_mapped(held[step])))
+            content = self._receive(content, next(at for at, each in enumerate(all_held) if step in each))
+        if step not in held and self._has_room(content.size):
+            _fill(min(self._files, key=_steps_of), content[: _HEADER.size].tobytes(), [content[_HEADER.size :].data])
+        _assign_values(self._tree, _split(content))
         self._discard(file for other, file in held.items() if other > step)
         return step
 
@@ -111,19 +118,16 @@ class MemorySnapshots:
             return False
         return _signed(sum(numbers) + _sum_words(_mapped(file)[_HEADER.size :])) == digest
 
-    def _receive(self, step: int, held: dict[int, int], replica: int) -> None:
-        """Copy a replica's snapshot of a step to the tasks without it, which keep it in their older file."""
+    def _receive(self, own: np.ndarray, replica: int) -> np.ndarray:
+        """Return a replica's snapshot, `[N] uint8`, to all tasks, of which some have the same as their `own`."""
         assert self._broadcast is not None
-        own = _mapped(held[step]) if step in held else np.zeros(0, np.uint8)
         length = self._gather(own.size)[replica]
         received = np.zeros(-(-length // (8 * CHUNK)) * CHUNK, np.int64)
         octets = received.view(np.uint8)
         octets[: own.size] = own[: octets.size]  # an old snapshot of another length is ignored
         for begin in range(0, received.size, CHUNK):
             received[begin : begin + CHUNK] = self._broadcast(received[begin : begin + CHUNK], replica)
-        if step not in held:
-            held[step] = min(self._files, key=_steps_of)
-            _fill(held[step], octets[: _HEADER.size].tobytes(), [octets[_HEADER.size : length].data])
+        return octets[:length]
 
 
 @contextmanager

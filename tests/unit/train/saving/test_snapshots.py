@@ -136,8 +136,8 @@ def test_the_state_of_other_variables_is_not_restored(files):
         assert alone(own, other).restore(NONE) is None
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_task_without_the_snapshot_gets_that_of_another(files, monkeypatch, seed):
+@pytest.mark.parametrize(("seed", "room"), [*((seed, True) for seed in range(6)), (0, False)])
+def test_a_task_without_the_snapshot_gets_that_of_another_and_keeps_it_if_there_is_room(files, monkeypatch, seed, room):
     monkeypatch.setattr(snapshots, "CHUNK", 5)
     size, gang = 3, Gang(3)
     dice = random.Random(seed)
@@ -152,11 +152,13 @@ def test_a_task_without_the_snapshot_gets_that_of_another(files, monkeypatch, se
     expected = bits(states[holder])
     dead = dice.choice([task for task in range(size) if task != holder])
     pairs[dead] = files()  # with its agent
+    if not room:
+        monkeypatch.setattr(memory, "available_bytes", lambda: 0)
     fresh = [state(seed, values=10 + task) for task in range(size)]
     restored = gang.together(lambda task: gang.snapshots(task, pairs[task], fresh[task], False).restore(NONE))
     assert [2] * size == restored
     assert [expected] * size == [bits(each) for each in fresh]
-    assert 2 == alone(pairs[dead], fresh[dead]).restore(NONE)  # it has the snapshot from now on
+    assert (2 if room else None) == alone(pairs[dead], fresh[dead]).restore(NONE)  # it has the snapshot from now on
 
 
 def test_stages_restore_the_newest_snapshot_that_every_stage_has_and_no_step_is_restored_that_was_repeated(files):
