@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 PRESSURE = Path("/proc/pressure/memory")
 SHORT_BYTES, SHORT_WAITS = 2**30, 5.0
 """Thresholds of short memory: available bytes, or per cent of the last ten seconds in which a process waited for it."""
@@ -44,16 +45,13 @@ def _meminfo(name: str) -> int:
 
 
 def limit_bytes() -> int:
-    """Return the memory limit of this container; a very large number if there is none."""
-    text = _cgroup("memory.max", "memory/memory.limit_in_bytes").strip()
-    return int(text) if text.isdecimal() else sys.maxsize
+    """Return the memory limit of this container, job or service; a very large number if there is none."""
+    return min(map(_limit, _groups()))
 
 
 def headroom_bytes() -> int:
     """Return the unused part of the memory limit, in bytes. Inactive page cache counts as unused."""
-    used = _cgroup("memory.current", "memory/memory.usage_in_bytes").strip()
-    cached = _counter(_cgroup("memory.stat", "memory/memory.stat"), "inactive_file")
-    return limit_bytes() - (int(used) if used.isdecimal() else 0) + cached
+    return min(_limit(group) - _used(group) for group in _groups())
 
 
 def free_bytes() -> int:
@@ -63,21 +61,52 @@ def free_bytes() -> int:
 
 def is_short() -> bool:
     """Whether memory is short, by `SHORT_BYTES` or `SHORT_WAITS`."""
-    pressure = _cgroup("memory.pressure", str(PRESSURE))
+    pressure = _own("memory.pressure", str(PRESSURE))
     waits = re.search(r"some avg10=([0-9.]+)", pressure)
     return free_bytes() < SHORT_BYTES or (waits is not None and float(waits[1]) > SHORT_WAITS)
 
 
 def kills() -> int:
-    """Return how many processes of this container the kernel has killed for lack of memory."""
-    return _counter(_cgroup("memory.events", "memory/memory.oom_control"), "oom_kill")
+    """Return how many processes of this process's cgroup the kernel has killed for lack of memory."""
+    return _counter(_own("memory.events", "memory.oom_control"), "oom_kill")
 
 
-def _cgroup(v2: str, v1: str) -> str:
-    """Return the text of a cgroup file, by its name in v2 or v1; empty if neither exists."""
+def _groups() -> list[Path]:
+    """Return the folders of this process's cgroup and of those around it, the own first, as far as they are visible.
+
+    A container sees its cgroup as the outermost one. The jobs of Slurm and the services of systemd see all.
+    """
+    found, text = list[Path](), ""
+    with contextlib.suppress(OSError):
+        text = OWN_GROUPS.read_text()
+    for root, controller in ((CGROUP, ""), (CGROUP / "memory", "memory")):  # v2, v1
+        lines = (line.split(":", 2) for line in text.splitlines())
+        own = next((root / path[1:] for _, names, path in lines if controller in names.split(",")), root)
+        found += [group for group in (own, *own.parents) if group.is_relative_to(root)]
+    return found
+
+
+def _own(v2: str, v1: str) -> str:
+    """Return the text of a file of the cgroup to which this process's memory counts; empty if there is none."""
+    return next(filter(None, (_read(group, v2, v1) for group in _groups())), "")
+
+
+def _limit(group: Path) -> int:
+    text = _read(group, "memory.max", "memory.limit_in_bytes").strip()
+    return int(text) if text.isdecimal() else sys.maxsize
+
+
+def _used(group: Path) -> int:
+    used = _read(group, "memory.current", "memory.usage_in_bytes").strip()
+    cached = _counter(_read(group, "memory.stat", "memory.stat"), "inactive_file")
+    return (int(used) if used.isdecimal() else 0) - cached
+
+
+def _read(group: Path, v2: str, v1: str) -> str:
+    """Return the text of a cgroup's file, by its name in v2 or v1; empty if neither exists."""
     for name in (v2, v1):
         with contextlib.suppress(OSError):
-            return (CGROUP / name).read_text()
+            return (group / name).read_text()
     return ""
 
 

@@ -89,10 +89,20 @@ V1 = {
 }
 
 
+def job(controller: str, line: str) -> dict[str, str]:
+    """Return the files of a step of a job that has the limit; the headroom is that of all jobs."""
+    inside = {name.removeprefix("memory/"): text for name, text in (V1 if controller else V2).items()}
+    (limit, most), (used, _), *_ = inside.items()
+    found = {f"{controller}jobs/7/step/{name}": text for name, text in inside.items() if name != limit}
+    jobs = {f"{controller}jobs/{limit}": f"{9 * GIB}", f"{controller}jobs/{used}": f"{7 * GIB}"}
+    return found | jobs | {f"{controller}jobs/7/{limit}": most, "own": f"{line}/jobs/7/step\n"}
+
+
 @pytest.fixture
 def kernel(tmp_path, monkeypatch) -> Callable[[dict[str, str]], None]:
     """Have the kernel report this of the container that the test is in."""
     monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "cgroup" / "own")
 
     def tell(found: dict[str, str]) -> None:
         for name, text in found.items():
@@ -103,7 +113,11 @@ def kernel(tmp_path, monkeypatch) -> Callable[[dict[str, str]], None]:
     return tell
 
 
-@pytest.mark.parametrize("files", [V2, V1, {}, {"memory.max": "max\n"}], ids=["v2", "v1", "none", "no limit"])
+@pytest.mark.parametrize(
+    "files",
+    [V2, V1, job("", "0::"), job("memory/", "5:cpu,memory:"), {}, {"memory.max": "max\n"}],
+    ids=["v2", "v1", "job of v2", "job of v1", "none", "no limit"],
+)
 def test_limit_room_and_kills_are_the_kernel_s(kernel, files):
     kernel(files)
     if len(files) > 1:
