@@ -19,7 +19,7 @@ import tempfile
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any, NoReturn
 
 from cluster.system import processes
@@ -72,8 +72,7 @@ class ForkedProcess:
         assert (stdin, cwd) == (subprocess.DEVNULL, None)
         self.args = command
         self.returncode: int | None = None
-        null = os.open(os.devnull, os.O_RDWR)
-        written = null
+        written: int | None = None
         if stdout == subprocess.PIPE:
             read, written = os.pipe()
             self.stdout = os.fdopen(read, "rb")
@@ -102,7 +101,7 @@ class ForkedProcess:
                     os.setpgid(0, process_group)
                 _reset_handlers()
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                _set_files((null, written, errors), pass_fds)
+                _set_files((None, written, errors), pass_fds)
                 os.environ.clear()
                 os.environ.update(env)
                 processes.set_name(env.get("TASK", "tf-cluster"))  # the command line is that of the parent
@@ -113,8 +112,7 @@ class ForkedProcess:
         if process_group is not None:
             with contextlib.suppress(OSError):  # the child does it, too: either may be first
                 os.setpgid(self.pid, process_group)
-        os.close(null)
-        if stdout == subprocess.PIPE:
+        if self.stdout and written is not None:
             os.close(written)
 
     def poll(self) -> int | None:
@@ -138,9 +136,11 @@ def _reset_handlers() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _set_files(streams: tuple[int, int, int], others: tuple[int, ...]) -> None:
-    """Set standard input, output and error, keep the descriptors `others` open, and close all others."""
-    for number, stream in enumerate([os.dup(stream) for stream in streams]):  # their numbers may overlap with 0 to 2
+def _set_files(streams: Sequence[int | None], others: tuple[int, ...]) -> None:
+    """Set standard input, output and error, None for no file, keep `others` open, and close all other descriptors."""
+    null = os.open(os.devnull, os.O_RDWR)
+    copies = [os.dup(null if stream is None else stream) for stream in streams]  # their numbers may overlap with 0 to 2
+    for number, stream in enumerate(copies):
         os.dup2(stream, number)
     low = 3
     for kept in sorted(others):

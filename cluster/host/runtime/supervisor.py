@@ -53,6 +53,8 @@ AGENT = "cluster.agent.agent"
 POLL_S = 0.05
 AGENT_STOPPED_S = 15.0
 """An agent that a signal has kept stopped for longer than this is replaced. The other agents notice a bit earlier."""
+RETRY_S = 1.0
+"""How long no agent is started after the system has refused a process, such as for lack of memory."""
 START_S = 120.0
 """Timeout for a live supervisor's first heartbeats, which take a few seconds at most on an idle machine."""
 
@@ -163,6 +165,7 @@ class Supervisor:
         self._failures: dict[str, list[records.EndedAttempt]] = {name: [] for name in self.tasks}
         self._due: dict[str, float] = {}
         """When to start or restart each agent that does not run, by the monotonic clock."""
+        self._refused_at = float("-inf")
 
     def main(self) -> None:
         """Start and restart the agents until every one has ended for good."""
@@ -234,14 +237,21 @@ class Supervisor:
 
     def _start_those_due(self) -> None:
         """Start the agents whose back-off is over; none once the run has ended."""
+        if time.monotonic() < self._refused_at + RETRY_S:
+            return
         for name, due in list(self._due.items()):
             if self.run.outcome and self.run.load_summary():
                 del self._due[name]
             elif self.run.away(name).exists():
                 continue
             elif time.monotonic() >= due or self.run.outcome or self.run.stop_requested:
+                try:
+                    self._start(name)
+                except OSError as error:
+                    print(f"the agent of {name} cannot be started: {error}; it is tried again", flush=True)
+                    self._refused_at = time.monotonic()
+                    return
                 del self._due[name]
-                self._start(name)
 
 
 def main(run: RunFolder, *, in_network: bool = False) -> None:

@@ -61,6 +61,25 @@ def test_an_agent_that_keeps_failing_ends_the_run(run, monkeypatch, end):
     assert "its agent failed 4 times" in summary["cause"]["error"]
 
 
+def test_an_agent_for_which_the_system_has_no_process_is_started_later(run, monkeypatch):
+    fork, opened = os.fork, []
+
+    def refused() -> int:
+        opened.append(len(list(Path("/proc/self/fd").iterdir())))
+        if len(opened) < 3:
+            raise BlockingIOError
+        run.end("succeeded", task="chief")
+        return fork()
+
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.1)
+    monkeypatch.setattr(os, "fork", refused)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
+    chief = {"command": [sys.executable, "-c", "pass"], "environment": {}}
+    write_json(run.compose, {"runtime": "local", "tasks": {"chief": chief}})
+    supervisor.Supervisor(run).main()
+    assert (3, 1, "succeeded") == (len(opened), len({*opened}), run.load_summary().state)
+
+
 def test_a_supervisor_that_cannot_start_its_tasks_is_reported(run):
     run.compose.write_text("{}")
     with pytest.raises(TimedOut):
