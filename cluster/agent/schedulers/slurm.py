@@ -92,6 +92,10 @@ def _task(run: RunFolder, command: list[str]) -> int:
     grows = task.role == Role.CHIEF and run.started.grow
     with Replacements(run, places(run)) if grows else contextlib.nullcontext():
         code = keep_agent(command, run, copy)
+    is_spare = task.role == Role.WORKER and run.started.min_workers is not None
+    if errors.EXIT_FAILED <= code <= errors.EXIT_TIMEOUT and not is_spare and not run.heartbeat(task.name):
+        error = f"its agent did not start on {node}: {processes.describe_exit(code)}; logs/slurm.log there says why"
+        run.end("failed", task=task.name, exit_code=code, error=error)
     if (request := run.stop_request) and request.by == TASK_LOST:
         # Queue the job again, once: its script may have died with a node, or be waiting for a node.
         with contextlib.suppress(FileExistsError):

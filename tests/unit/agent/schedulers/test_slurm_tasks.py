@@ -157,6 +157,27 @@ def test_one_task_queues_the_job_again_that_has_lost_another(run, by, requeued, 
     assert requeued == commands
 
 
+@pytest.mark.parametrize(
+    ("task", "elastic", "began", "code", "ended"),
+    [
+        ("worker-0", False, False, 3, True),
+        ("chief", True, False, 1, True),
+        ("worker-0", True, False, 3, False),
+        ("worker-0", False, True, 1, False),
+        ("worker-0", False, False, EXIT_PEER_LOST, False),
+    ],
+)
+def test_an_agent_that_fails_before_it_begins_ends_the_run(run, monkeypatch, task, elastic, began, code, ended):
+    monkeypatch.setattr(slurm.os, "environ", dict(os.environ))
+    monkeypatch.setattr(slurm, "_join", lambda _: (run.load_cluster(), run.load_cluster().task(task)))
+    write_json(run.control / "started.json", {"min_workers": 0} if elastic else {})
+    if began:
+        write_json(run.status(task), {"task": task, "state": "training", "updated_at": 1.0})
+    assert code == slurm.main(["task", "bash", "-c", f"exit {code}"])
+    outcome = run.outcome
+    assert (("failed", task, code) if ended else None) == (outcome and (outcome.state, outcome.task, outcome.exit_code))
+
+
 @pytest.mark.parametrize("left_out", [True, False])
 def test_the_end_of_a_replacements_time_stops_only_a_run_that_has_it(run, left_out, monkeypatch):
     monkeypatch.setenv(slurm.REPLACED_TASK, "worker-0")
