@@ -26,7 +26,7 @@ DRAWING = frozenset(
         "TruncatedNormal",
     }
 )
-ASSIGNING = frozenset({"AssignAddVariableOp", "AssignVariableOp"})
+ASSIGNING = frozenset({"AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp"})
 """In a dataset, those of a random layer of Keras, which counts its draws."""
 
 
@@ -34,6 +34,14 @@ def warn_of_drawing(where: str, graph: tf.Graph) -> None:
     """Warn once of a graph that draws random numbers; `where` names its function."""
     if drawing := find_operations(graph) & DRAWING:
         _warn(where, min(drawing))
+
+
+def warn_of_assigning(where: str, graph: tf.Graph) -> None:
+    """Warn of a function that assigns variables other than the states of Keras's generators, which steps replace."""
+    others = [variable for variable in graph.variables if "seed_generator" not in variable.name]
+    if others and find_operations(graph) & ASSIGNING:
+        problem = "which begins again after a restart, and which evaluations assign, too"
+        print(f"warning: {where} assigns a variable, {problem}; keep it in a layer of the model", file=sys.stderr)
 
 
 @functools.cache

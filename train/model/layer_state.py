@@ -50,6 +50,17 @@ def tensorflow_variables(model: keras.Model) -> dict[str, tf.Variable]:
     }
 
 
+def check_saved(model: keras.Model, name: str) -> None:
+    """Check that checkpoints and snapshots can hold each `tf.Variable` of the model that `--model` names."""
+    for where, variable in tensorflow_variables(model).items():
+        shape, dtype = variable.shape, variable.dtype.name
+        if not shape.is_fully_defined() or (dtype == "string" and shape.rank):
+            raise UsageError(
+                f"--model {name!r}: {where} is a tf.Variable of {dtype} {shape}, which cannot be saved; expected "
+                "numbers of a fixed shape, or one string"
+            )
+
+
 def _variables_in(value: Any) -> dict[str, tf.Variable]:
     """Return a value if it is a `tf.Variable`, or those in a module, list or dictionary, by their place in it."""
     if isinstance(value, tf.Variable):

@@ -78,6 +78,7 @@ def check_parts(
         partition = describe_partition(shaped, config, stages, pipelines=pipelines, memory_bytes=memory_bytes)
     else:
         model = new_model()
+        layer_state.check_saved(model, config.model)
         optimizers.check_replicas(optimizers.build_for_model(config, model), config.optimizer.name, replicas)
         _check_state(model, source.feature_shape, num_parts, config)
         if config.loop == "fit":
@@ -293,6 +294,7 @@ def check_objective(
     labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0)).element_spec.labels
     outputs = tf.nest.map_structure(_spec, outputs)
     graph = _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
+    random_operations.warn_of_assigning(f"--loss {config.loss!r}", graph)
     if num_parts > 1 and _depends_on_others(labels, outputs, objective.loss):
         print(
             f"warning: --loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of "

@@ -118,6 +118,12 @@ class Called(keras.Model):
         return self.chances(inputs)
 
 
+def bank(value: Any, **how: Any) -> layers.Layer:
+    layer = layers.Identity(name="bank")
+    layer.kept = [tf.Variable(value, trainable=False, **how)]
+    return layer
+
+
 def chain(*parts: Any) -> Callable[..., keras.Model]:
     return lambda shape, _outputs, **batch: keras.Sequential(
         [keras.Input(shape, **batch), *(part() for part in parts), layers.Dense(2)]
@@ -212,6 +218,9 @@ MODELS = {
     "spectral": chain(lambda: layers.SpectralNormalization(layers.Dense(2))),
     "drawing": chain(lambda: layers.Lambda(lambda values: values + tf.random.normal(tf.shape(values)))),
     "of_tensorflow": chain(WithVariable),
+    "growing": chain(lambda: bank(tf.zeros([0, 2]), shape=[None, 2])),
+    "of_words": chain(lambda: bank(["a", "b"])),
+    "of_text": chain(lambda: bank("a")),
 }
 
 
@@ -225,6 +234,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     module = own_module.put(monkeypatch, "tried_parts", **MODELS, **losses)
     module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
     module.noisy = lambda labels, outputs: outputs[:, 0] + tf.random.uniform([])
+    module.counts, module.generator = tf.Variable(0.0, name="counts"), keras.random.SeedGenerator(1)
+    module.counting = lambda labels, outputs: outputs[:, 0] + module.counts.assign_sub(1.0)
+    module.drawing_by_keras = lambda labels, outputs: outputs[:, 0] + keras.random.uniform([], seed=module.generator)
     module.accumulating = lambda rate: keras.optimizers.SGD(rate, gradient_accumulation_steps=2)
     module.metrics = lambda: {"pairs": of_pairs}
 
@@ -259,6 +271,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("with_listed_optimizer", None, {"loop": "fit"}, r"Penalized.others .* build\(variables\)"),
         ("moving", {"replicas": 2}, {"micro_batches": 2}, "assigns the weight .*/center"),
         ("in_float8", None, {}, "float8"),
+        ("growing", None, {}, r"bank.kept\[0\]"),
+        ("of_words", None, {}, r"bank.kept\[0\]"),
         ("recomputed", {}, {"bitwise_elastic": 2}, "--bitwise-elastic: the gradient of .*kernel"),
         ("of_probabilities", {"loss": "tried_parts:entropy"}, {}, "softmax"),
         ("called", None, {}, "softmax"),
@@ -280,6 +294,7 @@ def test_what_trains_as_in_keras_is_not_refused(check):
     check("compiled", loop="fit")
     check("by_loss", bitwise_elastic=2)
     check("moving")
+    check("of_text")
     check("spectral", replicas=2, micro_batches=2)
     check("with_built_optimizer", loop="fit", replicas=2)
 
@@ -304,6 +319,8 @@ COMPARED = "depends on the others of its batch"
         ("of_tensorflow", {}, "shift.by"),
         ("drawing", {}, "RandomStandardNormal"),
         ("plain", {"loss": "tried_parts:noisy"}, "--loss .* RandomUniform"),
+        ("plain", {"loss": "tried_parts:counting"}, "--loss .* assigns a variable"),
+        ("plain", {"loss": "tried_parts:drawing_by_keras"}, "^$"),
         ("moving", {"replicas": 2}, "assigns the weight"),
         ("normalized", {"loss": "tried_parts:of_batch", "replicas": 2}, COMPARED),
         ("normalized", {"loss": "tried_parts:of_batch", "micro_batches": 2}, COMPARED),
