@@ -221,6 +221,26 @@ def append_json(path: Path, value: Any) -> None:
             line = line[os.write(file.fileno(), line) :]
 
 
+def truncate_json(path: Path, keeps: Callable[[Any], bool]) -> Any:
+    """Truncate a JSON Lines file after the last value that `keeps` accepts; return it, or None without one.
+
+    `keeps` raises ValueError for an invalid value.
+    """
+    with contextlib.suppress(FileNotFoundError), open_file(path, "r+b") as file:
+        end = os.fstat(file.fileno()).st_size
+        while end:
+            begin = max(0, end - LINE_BYTES)
+            lines = os.pread(file.fileno(), end - begin, begin).splitlines(keepends=True)
+            for line in reversed(lines[1:] if begin and lines[1:] else lines):  # the first may be the end of a line
+                with contextlib.suppress(ValueError):
+                    if keeps(value := parse_json(line, LINE_BYTES)):
+                        file.truncate(end)
+                        return value
+                end -= len(line)
+        file.truncate(0)
+    return None
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON Lines file, including an unfinished last line; damaged lines are skipped."""
     try:

@@ -98,10 +98,9 @@ class Training:
             self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
         elif self.first and self._evaluate.next(self.first - 1) == self.first:
             # Without callbacks no checkpoint says whether the evaluation was done before the stop.
-            rows = self._context.run.rows("chief")
-            was_done = any(row["step"] == self.first and "eval_loss" in row for row in rows)
-            if self._setup.gather(int(was_done))[0]:  # as the chief found, so that all tasks evaluate or none
-                self.report.evaluated_at = self.first
+            results = self.report.metrics.evaluated
+            if self._setup.gather(int(bool(results)))[0]:  # as the chief found, so that all tasks evaluate or none
+                self.report.results, self.report.evaluated_at = results, self.first
         self._evaluate.catch_up(self.first)
 
     @property

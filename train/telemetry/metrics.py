@@ -1,14 +1,13 @@
 """The writer of metrics to a JSON Lines file, TensorBoard and the console."""
 
-import json
 import time
 
 import tensorflow as tf
 
+from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import Pace
-from cluster.system.files import write_text
-from cluster.system.json_files import append_json
+from cluster.system.json_files import append_json, truncate_json
 from train import presets
 from train.config import TrainConfig
 from train.settings.overrides import flat_settings
@@ -44,8 +43,10 @@ class Metrics:
         self._rows = run.metrics(task)
         self._prints = prints
         self._board = tf.summary.create_file_writer(str(run.tensorboard(task)))
-        kept = [row for row in run.rows(task) if row["step"] <= resumed_at]
-        write_text(self._rows, "".join(json.dumps(row) + "\n" for row in kept))
+        last = truncate_json(self._rows, lambda row: records.row(row)["step"] <= resumed_at) or {"step": -1}
+        results = {name: value for name, value in last.items() if name.startswith("eval_")}
+        self.evaluated = results if last["step"] == resumed_at else {}
+        """The results of an evaluation at the step `resumed_at`, by an earlier generation."""
 
     def log(self, step: int, epoch: float, total: int, values: dict[str, float | None]) -> None:
         append_json(self._rows, {"step": step, "epoch": round(epoch, 4), **values, "time": time.time()})

@@ -25,6 +25,7 @@ from cluster.system.json_files import (
     create_json,
     read_json,
     read_json_lines,
+    truncate_json,
     write_json,
 )
 from tests.support.waiting import together
@@ -186,6 +187,15 @@ def test_a_line_cut_short_by_a_crash_is_left_out(path):
     append_json(path, {"step": 3})
     assert [1, 2, 3] == [line["step"] for line in read_json_lines(path)]
     assert [1, 2, 3] == [line["step"] for line in Journal(path, known).read()]
+
+
+@pytest.mark.parametrize(("step", "last", "kept"), [(0, None, 0), (1, 1, 1), (3, 2, 2), (9, 9, 6)])
+def test_a_file_is_truncated_after_the_last_line_to_keep(path, monkeypatch, step, last, kept):
+    monkeypatch.setattr(json_files, "LINE_BYTES", 50)
+    lines = ['{"step": 1}', '{"step": 2}', "x" * 120, "damaged", '{"step": 5}', '{"step": 9}']
+    path.write_text("\n".join(lines) + '\n{"st')
+    value = truncate_json(path, lambda value: known(value)["step"] <= step)
+    assert (last, lines[:kept]) == (value and value["step"], path.read_text().splitlines())
 
 
 def test_lines_of_several_writers_do_not_mix_although_every_write_is_short(path, monkeypatch):

@@ -129,8 +129,11 @@ def test_the_evaluation_that_a_stop_came_before_is_made_up_for_once(train, own_p
     own_parts.stop.set()
     run = train(3, callbacks="", evaluate_every=1).run  # one step
     own_parts.stop.clear()
-    for end in (3, 5):
+    results = []
+    for end in (3, 5, 5):
         train(end, callbacks="", evaluate_every=1)
+        results.append(read_json(run.control / "result.json")["metrics"])
+    assert results[0] != results[1] == results[2]  # a finished run that is resumed keeps its results
     assert [1, 2, 3, 4, 5] == [row["step"] for row in read_json_lines(run.metrics("chief")) if "eval_loss" in row]
 
 
