@@ -14,7 +14,7 @@ from cluster.agent.hub import SILENCE_S
 from cluster.agent.run_view import RunView
 from cluster.contract.recovery import ends, standby_cluster
 from cluster.contract.results.late_tasks import find_late
-from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
+from cluster.contract.run.heartbeat import HANG_TIMEOUT_S, slow_timeout_s
 from cluster.contract.run.records import FINAL_STATES, Heartbeat, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
 from cluster.system.json_files import create_json, write_json
@@ -31,8 +31,6 @@ SILENT_S = 12.0
 """A task without a heartbeat for this long, also of its agent, counts as gone, and another agent acts."""
 IMPORT_S = 120.0
 """Longest time from the rendezvous to a program's own first heartbeat, and between heartbeats while importing."""
-SLOW_FACTOR = 10
-"""Multiplies the hang timeout for the first step of a generation, for saving and for a batch of an evaluation."""
 EXAMINE_S = 0.5
 OTHERS_S = 2.0
 """How often an agent reads the heartbeats of other tasks; the chief's agent reads them every `EXAMINE_S`."""
@@ -63,7 +61,7 @@ class Watchdog:
     def __init__(self, run: RunView, spec: ClusterSpec, task: Task, generation: int) -> None:
         """Begin to watch a complete cluster."""
         self._hang_timeout_s = run.folder.started.hang_timeout_s or HANG_TIMEOUT_S
-        self.slow_timeout_s = SLOW_FACTOR * self._hang_timeout_s
+        self.slow_timeout_s = slow_timeout_s(run.folder)
         self._run = run
         self._spec = spec
         self._task = task

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from cluster.contract.recovery import snapshot_files
 from cluster.contract.run import membership
+from cluster.contract.run.heartbeat import slow_timeout_s
 from train.callbacks.callback_actions import Callbacks, CallEpochs
 from train.context import TaskContext
 from train.loops import steps
@@ -41,7 +42,7 @@ class Setup:
             saved=lambda step: context.run.event(context.task.name, "checkpoint", step=step),
             loss_scale=self.policy.loss_scale,
             callbacks=self.callback_state,
-            joint=None if task_stages is None or task_stages.whole else task_stages.joint(),
+            joint=None if task_stages is None or task_stages.whole else task_stages.joint(slow_timeout_s(context.run)),
         )
         alone = context.asynchronous or len(context.spec.members) < 2
         self.gather: Callable[[int], list[int]] = (lambda number: [number]) if alone else steps.gathering(context.gang)

@@ -304,9 +304,9 @@ class TaskStages:
         kind = "GPU" if len(tf.config.list_physical_devices("GPU")) >= self.stages else "CPU"
         return f"/device:{kind}:{stage}"
 
-    def joint(self) -> Joint:
+    def joint(self, limit_s: float) -> Joint:
         """Return this task's part in writing checkpoints, which the first pipeline's tasks write."""
-        return Joint(self.task, self.stages, lambda variable: id(variable) in self._written)
+        return Joint(self.task, self.stages, lambda variable: id(variable) in self._written, limit_s)
 
     def release(self) -> None:
         """Free the memory of this task's variables, which must not be used afterwards."""

@@ -25,11 +25,10 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable  #
 
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
+from cluster.system.messages import described
 from cluster.system.waiting import wait_until
 from train.model import layer_state
 
-LIMIT_S = 600.0
-"""Longest wait for the other tasks. A task that fails to write ends, and then the agents end the others."""
 PAUSE_S = 0.01
 
 
@@ -192,11 +191,13 @@ class Joint:
         number: number of this task; 0 merges the files and writes the variables that all tasks have.
         count: number of tasks that write.
         owns: returns whether only this task has a variable.
+        limit_s: longest wait for the other tasks, in seconds.
     """
 
     number: int
     count: int
     owns: Callable[[tf.Variable], bool]
+    limit_s: float
     _saves: int = 0
     _keys: dict[int, str] = field(default_factory=dict)
 
@@ -216,9 +217,14 @@ class Joint:
         if self.number == 0:
             return functools.partial(self._join, copy.checkpoint, parts)
         parts.mkdir(parents=True, exist_ok=True)
-        if not problem:
-            self._write(copy, parts)
-        write_json(parts / f"{self.number}.json", {"problem": problem})
+        try:
+            if not problem:
+                self._write(copy, parts)
+        except Exception as error:
+            problem = f"stage {self.number} cannot write its part of a checkpoint: {described(error)}"
+            raise
+        finally:
+            write_json(parts / f"{self.number}.json", {"problem": problem})
         return None
 
     def _write(self, copy: Snapshot, parts: Path) -> None:
@@ -246,11 +252,11 @@ class Joint:
         """Write the first task's files, wait for those of the others, and merge all."""
         parts.mkdir(parents=True, exist_ok=True)
         checkpoint.write(str(parts / "0"))
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + self.limit_s
         for number in range(1, self.count):
             done = parts / f"{number}.json"
             if not wait_until(done.exists, deadline - time.monotonic(), PAUSE_S):
-                raise RunFailed(f"stage {number} has not written its part of a checkpoint within {LIMIT_S:g} s")
+                raise RunFailed(f"stage {number} has not written its part of a checkpoint within {self.limit_s:g} s")
             if problem := read_json(done)["problem"]:
                 raise RunFailed(problem)
         tf.raw_ops.MergeV2Checkpoints(

@@ -44,8 +44,8 @@ TASK_LOST = "the loss of a task"
 """The `by` of a request to queue a job again because a task is lost; the scheduler may notice only minutes later."""
 
 SCALE_PATIENCE_S = 180.0
-"""Longest time from the stop request of `invoke scale` to the next generation, while the command is alive. The timeouts
-of its steps are shorter in total."""
+"""Longest time without a heartbeat while `invoke scale` swaps the tasks, if the command is alive. The timeouts of its
+steps are shorter in total."""
 
 _TASK = re.compile(r"chief|evaluator|(worker|ps)-(0|[1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")

@@ -106,6 +106,8 @@ class HeartbeatWriter:
 
 HANG_TIMEOUT_S = 60.0
 """Default of `--hang-timeout`: a task without a new step for this long counts as hanging."""
+SLOW_FACTOR = 10
+"""Multiplies the hang timeout for the first step of a generation, for saving and for a batch of an evaluation."""
 
 LONGEST_LOOK_S = 1.0
 """The most that a single gap between a watcher's observations counts as silence: in a longer one it was held up."""
@@ -113,6 +115,11 @@ LONGEST_LOOK_S = 1.0
 SECOND_LOOK_S = 3 * HEARTBEAT_S
 """How long a single check watches tasks whose newest heartbeat seems old."""
 POLL_S = 0.1
+
+
+def slow_timeout_s(run: RunFolder) -> float:
+    """Return the longest time that a task may take to save, in seconds."""
+    return SLOW_FACTOR * (run.started.hang_timeout_s or HANG_TIMEOUT_S)
 
 
 class LivenessMonitor:

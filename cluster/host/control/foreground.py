@@ -10,7 +10,7 @@ from cluster.contract import settings
 from cluster.contract.results import summary
 from cluster.contract.run import claim, membership, owner, records
 from cluster.contract.run.folder import LOST_AFTER_S, SCALE_PATIENCE_S, RunFolder
-from cluster.contract.run.heartbeat import LivenessMonitor
+from cluster.contract.run.heartbeat import LivenessMonitor, slow_timeout_s
 from cluster.contract.run.records import AfterStop, Summary
 from cluster.host.launch import startup, teardown
 from cluster.host.launch.plan import Plan
@@ -29,7 +29,7 @@ POLL_S = 0.2
 START_TIMEOUT_S = 90.0
 """Longest time without any heartbeat after a start, once the data and images are there, or with a live supervisor."""
 STOP_TIMEOUT_S = 75.0
-"""Timeout of a graceful stop, without the grace period of scripts; those of the engine and the agents are shorter."""
+"""How much longer a stop may take than saving, or than the grace period of scripts; the engine's timeout is shorter."""
 
 
 def follow(run: RunFolder, on_status: Callable[[dict[str, Any]], None], timeout_s: float = float("inf")) -> Summary:
@@ -80,11 +80,25 @@ def stop(run: RunFolder, by: str, timeout_s: float | None = None) -> Summary:
     if registry.find_runtime(run).cancel_queued(run):
         teardown.record_end(run)  # no task is there to do it
     if timeout_s is None:
-        timeout_s = STOP_TIMEOUT_S + (settings.seconds("SCRIPT_GRACE_S") if run.script else 0.0)
+        timeout_s = stop_timeout_s(run)
+    told_at = time.monotonic()
+
+    def tell(value: dict[str, Any]) -> None:
+        nonlocal told_at
+        if time.monotonic() > told_at + STOP_TIMEOUT_S:
+            told_at = time.monotonic()
+            states = " and ".join(sorted({beat["state"] for beat in value["tasks"]}))
+            print_lines(f"{run.name} is still {states}; its agents end a task that does not continue")
+
     try:
-        return follow(run, lambda value: None, timeout_s)
+        return follow(run, tell, timeout_s)
     except TimedOut:
         raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s; `{COMMAND} down` ends it at once") from None
+
+
+def stop_timeout_s(run: RunFolder) -> float:
+    """Return the timeout of a graceful stop, in seconds: agents end a task that takes too long by itself."""
+    return STOP_TIMEOUT_S + (settings.seconds("SCRIPT_GRACE_S") if run.script else slow_timeout_s(run))
 
 
 def up(plan: Plan, sh: Shell, *, began: float) -> int:

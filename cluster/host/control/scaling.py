@@ -101,9 +101,9 @@ def stop_for_scaling(run: RunFolder) -> bool:
     if not requested and run.after_stop != AfterStop.SCALE:  # a request to scale is that of a killed command
         raise UsageError(f"run {run.name!r} is being stopped already; `{COMMAND} status --watch` shows it")
     try:
-        if not wait_until(lambda: run.outcome, foreground.STOP_TIMEOUT_S, foreground.POLL_S):
+        if not wait_until(lambda: run.outcome, timeout_s := foreground.stop_timeout_s(run), foreground.POLL_S):
             then = f"it continues as it was once its tasks have saved, see `{COMMAND} status --watch`"
-            raise TimedOut(f"run {run.name} did not stop in {foreground.STOP_TIMEOUT_S:g} s to be scaled; {then}")
+            raise TimedOut(f"run {run.name} did not stop in {timeout_s:g} s to be scaled; {then}")
     except BaseException:
         run.withdraw_stop()
         raise

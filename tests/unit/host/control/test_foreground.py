@@ -182,8 +182,10 @@ def test_the_last_checkpoint_is_evaluated_before_a_run_is_removed(make_run, monk
     assert interrupted is (f"evaluate {run.name}" in capsys.readouterr().err)
 
 
-def test_a_stop_waits_for_the_grace_period_of_scripts(run, monkeypatch):
-    write_json(run.config, {"script": "train.py"})
+@pytest.mark.parametrize("config", [{"script": "train.py"}, {}])
+def test_a_stop_waits_for_the_grace_period_of_scripts_and_for_a_save(run, monkeypatch, config):
+    write_json(run.config, config)
+    write_json(run.control / "started.json", {"hang_timeout_s": 60})
     monkeypatch.setenv("SCRIPT_GRACE_S", "600")
     monkeypatch.setattr(foreground, "follow", lambda run, on_status, timeout_s: timeout_s)
     assert foreground.stop(run, "a test") >= foreground.STOP_TIMEOUT_S + 600

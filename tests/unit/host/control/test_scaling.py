@@ -310,7 +310,7 @@ def test_a_run_that_ends_by_itself_first_says_so(start_gang, scale, capsys, ends
 
 
 def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch):
-    monkeypatch.setattr(foreground, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(foreground, "stop_timeout_s", lambda run: 0.2)
     saves = "until(lambda: run.stop_requested or run.stop_withdrawn(0)), until(lambda: not run.stop_requested)"
     gang = start_gang(f"train(3)\nif not GENERATION: {saves}, finish('stopped')\ntrain(4), meet(), finish()", workers=1)
     with pytest.raises(TimedOut):

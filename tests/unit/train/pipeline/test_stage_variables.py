@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ class Holder:
         self.model = self.task_stages.build(new_model)
         self.optimizer = keras.optimizers.Adam(1e-3, name="adam")
         self.task_stages.build_optimizer(self.optimizer, self.model)
-        joint = None if self.task_stages.whole else self.task_stages.joint()
+        joint = None if self.task_stages.whole else self.task_stages.joint(60.0)
         parts = (self.model, self.optimizer, tf.Variable(0, trainable=False, dtype=tf.int64))
         self.checkpoint = CheckpointManager(*parts, folder, keep=2, writes=task == 0, joint=joint)
 
@@ -84,7 +85,7 @@ def test_equal_stages_of_two_pipelines_hold_the_same_and_one_of_them_writes(tmp_
     first, second = (Holder(tmp_path, task, 2, 2) for task in (1, 3))
     assert first.values == second.values
     assert (0, 1) == (first.task_stages.pipeline, second.task_stages.pipeline)
-    assert [True, False] == [each.task_stages.joint().writes for each in (first, second)]
+    assert [True, False] == [each.task_stages.joint(60.0).writes for each in (first, second)]
 
 
 @pytest.mark.extended
@@ -137,14 +138,18 @@ def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stage_that_is_not_finite_keeps_all_from_saving(tmp_path):
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_stage_that_is_not_finite_or_cannot_write_keeps_all_from_saving(tmp_path, monkeypatch, writes):
     holders = [Holder(tmp_path, task, 2) for task in range(2)]
-    weight = holders[1].task_stages.models[1].model.trainable_variables[0]
-    weight.assign(np.full(weight.shape, np.nan))
+    if writes:
+        weight = holders[1].task_stages.models[1].model.trainable_variables[0]
+        weight.assign(np.full(weight.shape, np.nan))
+    else:
+        monkeypatch.setattr(tf.raw_ops, "SaveV2", Mock(side_effect=RunFailed("the disk is full")))
     for holder in holders:
         holder.checkpoint.save(3)
     for holder in holders:
-        with pytest.raises(RunFailed):
+        with pytest.raises(RunFailed, match="not finite" if writes else "the disk is full"):
             holder.checkpoint.wait()
     assert not list(tmp_path.glob("ckpt-*.json"))
 
