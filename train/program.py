@@ -117,7 +117,7 @@ class Program:
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
-        patches.apply(patches.TENSORFLOW if is_legacy() else patches.TRAINING)
+        patches.apply(patches.LEGACY if is_legacy() else patches.TRAINING)
         placed_seeds.make_unseeded(config.seed)
         exact_order.keep_order_of_sums(config.micro_batches, deterministic=config.deterministic)
         source = self._open_source()

@@ -130,7 +130,7 @@ def _restore(
         from train.pipeline import stage_models
         from train.saving import saved_weights
 
-    patches.apply(patches.TENSORFLOW if is_legacy() else patches.TRAINING)
+    patches.apply(patches.LEGACY if is_legacy() else patches.TRAINING)
     placed_seeds.make_unseeded(config.seed)
     source = opening.open_source(config, data_dir, run)
     new_model = partial(models.build_configured, config, source.feature_shape, source.num_outputs)

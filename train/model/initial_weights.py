@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import RunFailed, UsageError
-from train.saving.trees import has_value, read_keys, renew_adapted
+from train.saving.trees import has_value, read_keys
 
 SHOWN = 6
 _NAMED = "weights/"
@@ -85,7 +85,6 @@ def load_file(model: keras.Model, path: Path) -> str:
             if has_value(variable):
                 variable.assign(arrays[key].astype(variable.dtype))
             taken += 1
-    renew_adapted(model)
     unused = [key for key in arrays if key not in used]
     if not taken:
         raise UsageError(

@@ -21,8 +21,10 @@ TENSORFLOW = ("iterator_autotuning",)
 _OF_SCRIPTS = ("layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "clipped_sums", "empty_moments")
 SCRIPTS = (*TENSORFLOW, *FIT, *_OF_SCRIPTS, "callback_files")
 """Patches for users' scripts."""
+LEGACY = (*TENSORFLOW, "adapted_layers")
+"""Patches for the built-in training program with tf_keras."""
 _OF_TRAINING = ("layer_losses", "variable_updates", "placed_seeds", "repeated_rows", "synchronized_moments")
-TRAINING = (*TENSORFLOW, *FIT, *_OF_TRAINING, "callback_files")
+TRAINING = (*LEGACY, *FIT, *_OF_TRAINING, "callback_files")
 """Patches for the built-in training program, which has stronger guarantees for layers' state and random numbers."""
 
 

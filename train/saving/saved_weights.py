@@ -9,7 +9,7 @@ from tensorflow import keras
 
 from train.config import TrainConfig
 from train.model import optimizers
-from train.saving.trees import Mirror, all_variables, as_saved, parts_of_model, renew_adapted
+from train.saving.trees import Mirror, all_variables, as_saved, parts_of_model
 
 
 def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trained: keras.Model | None = None) -> None:
@@ -33,7 +33,6 @@ def load_trained(model: keras.Model, prefix: str, as_trained: keras.Model | None
         variables = {id(saved): variable for saved, variable in pairs}
         checkpoint = Mirror(checkpoint, lambda saved: variables.get(id(saved))).checkpoint
     checkpoint.read(prefix).assert_existing_objects_matched().expect_partial()
-    renew_adapted(model)
 
 
 def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:
@@ -57,7 +56,6 @@ def assign_values(model: keras.Model, values: Sequence[np.ndarray]) -> None:
     """Assign the values of a model to another build of it."""
     for variable, value in zip(all_variables(model), values, strict=True):
         variable.assign(value)
-    renew_adapted(model)
 
 
 def weights_sha256(model: keras.Model) -> str:

@@ -110,14 +110,6 @@ def all_variables(model: Any) -> list[tf.Variable]:
     return [*variables, *layer_state.tensorflow_variables(model).values()]
 
 
-def renew_adapted(model: Any) -> None:
-    """Renew the constants with which adapted layers compute, once the variables that they are made of were loaded."""
-    for layer in model._flatten_layers():
-        adapts = isinstance(layer, keras.layers.Normalization) and layer.built and layer.input_mean is None
-        if adapts and has_value(layer.adapt_mean):
-            layer.finalize_state()
-
-
 def parts_of_model(model: Any) -> dict[str, Any]:
     """Return the parts of a checkpoint for a model: the model, and `untracked` with variables that TensorFlow misses.
 

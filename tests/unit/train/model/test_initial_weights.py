@@ -1,5 +1,6 @@
 """Weights to begin with: from every kind of file, by name and shape, with one line about what did not match."""
 
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,8 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from cluster.system.files import ROOT
+from tests.support import own_module
 from train import patches
 from train.config import TrainConfig
 from train.model import initial_weights, models, optimizers
@@ -74,13 +77,30 @@ class Counts(keras.layers.Layer):
 
 @pytest.mark.parametrize("kind", [".index", ".npz", ".weights.h5"])
 def test_whole_numbers_and_adapted_layers_are_taken(tmp_path, kind):
+    patches.apply()
     first, second, third = (keras.Sequential([keras.Input((2,)), Counts()]) for _ in range(3))
+    traced = [tf.function(model) for model in (second, third)]
+    for model in traced:
+        model(np.ones((1, 2), np.float32))  # as a standby process, before there are values
     first.layers[0].scaled.adapt(np.array([[1.0, 2.0], [5.0, 9.0]]))
     first.layers[0].calls.assign(7)
     assert ";" not in initial_weights.load_file(second, save(kind, first, tmp_path / "init"))
     saved_weights.assign_values(third, saved_weights.read_values(second))  # as for an export
-    for loaded in (second, third):
-        np.testing.assert_array_equal(first(np.ones((1, 2))), loaded(np.ones((1, 2))))
+    for loaded in (second, third, *traced):
+        np.testing.assert_array_equal(first(np.ones((1, 2))), loaded(np.ones((1, 2), np.float32)))
+
+
+def test_the_table_example_computes_as_trained_once_its_table_has_changed(tmp_path, monkeypatch):
+    patches.apply()
+    features = np.array([[3.0, 88], [5, 120]], np.float32)
+
+    def built(table: np.ndarray) -> keras.Model:
+        own_module.put(monkeypatch, "data", data=lambda: {"train": (table, table[:, 0])})
+        return runpy.run_path(str(ROOT / "examples" / "table" / "model.py"))["model"]((2,), 1)
+
+    first, second = built(features), built(features + 7)
+    saved_weights.load_trained(second, str(save(".index", first, tmp_path / "init").with_suffix("")))
+    np.testing.assert_array_equal(first(features), second(features))
 
 
 class Repeated(keras.layers.Layer):
