@@ -40,7 +40,7 @@ def predict(
     if features:
         example = _read_features(features, inputs)
     elif image:
-        if source and {leaf.dtype for leaf in source.record.train.leaves[:1]} != {"uint8"}:
+        if source and not _has_pixels(source):
             raise UsageError(
                 f"--image {image}: the data of {run.name} are not pixels from 0 to 255; pass an example by --features"
             )
@@ -91,6 +91,14 @@ def _open_source(run: RunFolder, data_dir: Path) -> Source | None:
         return None
 
 
+def _has_pixels(source: Source) -> bool:
+    """Whether a source's features are bytes, but not those in which booleans are stored."""
+    split = source.record.train
+    if split.leaves[0].dtype != "uint8":
+        return False
+    return not source.in_memory or int(np.memmap(split.files[0].path, np.uint8, "r").max()) > 1
+
+
 def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -105,10 +113,9 @@ def _read_features(path: Path, inputs: dict[str, Any]) -> dict[str, Any]:
     def tensor(name: str) -> tf.Tensor:
         spec = inputs[name]
         try:
-            array = np.asarray(value[name])[np.newaxis]
-            if not np.can_cast(array.dtype, spec.dtype.as_numpy_dtype, "same_kind"):
+            given, array = np.asarray(value[name]), np.asarray(value[name], spec.dtype.as_numpy_dtype)[np.newaxis]
+            if not np.can_cast(given.dtype, array.dtype, "same_kind") and (given != array).any():
                 raise TypeError
-            array = np.asarray(value[name], spec.dtype.as_numpy_dtype)[np.newaxis]
         except (TypeError, ValueError, OverflowError):
             array = np.zeros(0)
         if not spec.shape.is_compatible_with(array.shape):

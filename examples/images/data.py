@@ -21,10 +21,10 @@ SKY_AND_GROUND = {
 
 
 def read(path):
-    """Return a picture `[SIZE, SIZE, 3] uint8`, cut to a square and scaled."""
+    """Return a picture `[SIZE, SIZE, 3] uint8`, scaled to a square as `predict --image` scales it."""
     with Image.open(path) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")  # as it was held
-        return np.asarray(ImageOps.fit(upright, (SIZE, SIZE)))
+        return np.asarray(upright.resize((SIZE, SIZE)))
 
 
 def data():

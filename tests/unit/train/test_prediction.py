@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -54,6 +55,19 @@ def test_features_are_given_in_the_type_of_an_input(dtype):
     assert taken == ("float32" if dtype == "float16" else dtype)
 
 
+@pytest.mark.parametrize(("dtype", "wrong"), [("uint8", 256), ("uint32", -1), ("bool", 2), ("int32", 0.5)])
+def test_an_example_is_taken_if_the_input_can_hold_its_values(make_run, tmp_path, dtype, wrong):
+    run, inputs, file = make_run(workers=0), keras.Input((2,), dtype=dtype), tmp_path / "example.json"
+    export.export(
+        keras.Model(inputs, keras.layers.Lambda(lambda of: tf.cast(of, "float32"))(inputs)), run.export, (2,), None
+    )
+    file.write_text("[0, 1]")
+    assert ["0", "1"] == [line.strip() for line in predict(run, None, file)]
+    file.write_text(json.dumps([0, wrong]))
+    with pytest.raises(UsageError):
+        predict(run, None, file)
+
+
 @pytest.mark.parametrize(
     ("shape", "names", "lines"),
     [
@@ -74,11 +88,11 @@ def test_outputs_of_any_shape_can_be_shown(shape, names, lines):
 
 
 class WithData:
-    """A run's data of given features and labels."""
+    """A run's data of given features, perhaps in a file, and labels."""
 
-    def __init__(self, features: Leaf, label_shape: tuple[int, ...]) -> None:
-        self.label_shape = label_shape
-        self.record = Mock(**{"train.leaves": [features]})
+    def __init__(self, features: Leaf, label_shape: tuple[int, ...], path: Path | None = None) -> None:
+        self.label_shape, self.in_memory = label_shape, path is not None
+        self.record = Mock(**{"train.leaves": [features], "train.files": [Mock(path=path)]})
 
 
 def test_images_are_pixels_in_the_type_of_the_input(make_run, tmp_path, monkeypatch):
@@ -91,9 +105,11 @@ def test_images_are_pixels_in_the_type_of_the_input(make_run, tmp_path, monkeypa
     export.export(keras.Model(inputs, keras.layers.Flatten()(inputs)), run.export, (2, 3, 1), None)
     shown = [line.strip() for line in predict(run, tmp_path / "photo.png")]
     assert ["7" if at == 2 else "200" for at in range(6)] == shown
-    monkeypatch.setattr(prediction, "_open_source", lambda *_: WithData(Leaf((2, 3, 1), "float32"), ()))
-    with pytest.raises(UsageError, match="--features"):
-        predict(run, tmp_path / "photo.png")
+    (booleans := tmp_path / "features.bin").write_bytes(bytes([0, 1] * 6))
+    for data in (WithData(Leaf((2, 3, 1), "float32"), ()), WithData(Leaf((2, 3, 1), "uint8"), (), booleans)):
+        monkeypatch.setattr(prediction, "_open_source", lambda *_, data=data: data)
+        with pytest.raises(UsageError, match="--features"):
+            predict(run, tmp_path / "photo.png")
 
 
 def test_several_labels_and_outputs_without_labels_are_values(make_run, tmp_path, monkeypatch):
