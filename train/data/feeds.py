@@ -37,6 +37,7 @@ def by_step(
 ) -> tf.data.Dataset:
     """Return a dataset with one batch for each replica, step by step; `positions` counts the batches from 0."""
 
+    @tf.autograph.experimental.do_not_convert
     def at(position: tf.Tensor) -> Batch:
         return batch(first_step + position // replicas.count, replicas.first + position % replicas.count)
 

@@ -58,10 +58,10 @@ def check_parts(
     whose bits may vary with oneDNN's kernels, see `primitives.find_unverified`.
     """
     source = opening.open_source(config, data_dir)
-    if source.in_memory:
+    if isinstance(source, feeds.IndexedSource):
         shares = batch_divisor
         if config.loop != "fit":
-            shares = (config.bitwise_elastic or shares) * config.micro_batches
+            shares = (config.bitwise_elastic or shares) * (config.micro_batches if source.in_memory else 1)
         feeds.check_sizes(source.train_examples, config.global_batch // shares)
 
     new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)

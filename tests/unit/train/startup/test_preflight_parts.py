@@ -25,6 +25,7 @@ from cluster.system.errors import UsageError
 from tests.support import own_module
 from train.config import Optimizer, TrainConfig
 from train.data import opening
+from train.data.function.examine import examine_function
 from train.data.prepare import preparation
 from train.model import models
 from train.startup import model_checks, model_sizes
@@ -225,6 +226,7 @@ MODELS = {
 
 
 ACCUMULATING = Optimizer("tried_parts:accumulating")
+LISTED = {"source": "function", "dataset": "tried_parts:listed", "num_outputs": 2}
 
 
 @pytest.fixture
@@ -238,6 +240,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     module.counting = lambda labels, outputs: outputs[:, 0] + module.counts.assign_sub(1.0)
     module.drawing_by_keras = lambda labels, outputs: outputs[:, 0] + keras.random.uniform([], seed=module.generator)
     module.accumulating = lambda rate: keras.optimizers.SGD(rate, gradient_accumulation_steps=2)
+    module.listed = lambda split, shard: [(np.array([0.0, 1.0]), 0)] * 2
     module.metrics = lambda: {"pairs": of_pairs}
 
     def of(model: str, replicas: int = 1, largest: int = 9, divisor: int = 0, **more: Any) -> None:
@@ -246,6 +249,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         preparation.prepare_dataset("tried_parts:data", tmp_path)
         own = {"dataset": "tried_parts:data", "model": f"tried_parts:{model}", "global_batch": 2 * replicas}
         config = TrainConfig(**own | more)
+        if config.source == "function":
+            examine_function(config.dataset, tmp_path, "2")
         parts = {"replicas": replicas, "batch_divisor": divisor or replicas}
         model_checks.check_parts(config, strategy="mirrored", data_dir=tmp_path, **parts)
 
@@ -263,6 +268,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("of_int32", {"largest": 2**31 - 1}, {"largest": 2**31}, str(2**31)),
         ("plain", {"global_batch": 4, "replicas": 2}, {"global_batch": 3}, "expected 1 to 2"),
         ("plain", {"global_batch": 8, "micro_batches": 4}, {"global_batch": 8, "micro_batches": 2}, "expected 1 to 2"),
+        ("plain", LISTED | {"global_batch": 4, "replicas": 2}, LISTED | {"global_batch": 3}, "expected 1 to 2"),
+        ("plain", LISTED, LISTED | {"global_batch": 4, "micro_batches": 2}, "expected 1 to 2"),
         ("plain", {}, {"loss": "tried_parts:scalar"}, "--loss"),
         ("plain", {}, {"loss": "tried_parts:fails"}, "--loss"),
         ("in_half", {"precision": "fp16"}, {}, "--precision fp16"),
