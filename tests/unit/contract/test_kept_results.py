@@ -14,6 +14,7 @@ READS = [
     ("open('table.csv').read()", "table.csv", "3\n4\n"),
     ("os.read(os.open('table.csv', os.O_RDONLY), 100).decode()", "table.csv", "3\n4\n"),
     ("bytes(np.memmap('table.csv', mode='r+')).decode()", "table.csv", "3\n4\n"),
+    ("(os.listdir(tempfile.gettempdir()), keep_own(), open('table.csv').read())[2]", "table.csv", "3\n4\n"),
     ("str(sorted(os.listdir('pictures')))", "pictures/2.png", ""),
     ("str(helper.VALUE)", "helper.py", "VALUE = 2\n"),
     ("str(runpy.run_path('helper.py')['VALUE'])", "helper.py", "VALUE = 2\n"),
@@ -67,9 +68,14 @@ def call(folder: Path, expression: str) -> tuple[str, str | None]:
 import os, sys
 sys.path.append({str(Path.cwd())!r})
 from pathlib import Path
-from cluster.contract import user_code
+import tempfile
+from cluster.contract import kept_results, user_code
 sys.path.append({str(folder)!r})
 os.chdir({str(folder)!r})
+def keep_own():
+    own = kept_results.locate(Path.cwd() / "own", [], {{}})
+    kept_results.recall(own)
+    kept_results.keep(own, 0.0, {REPLY}, "")
 def body():
     import helper, importlib.metadata, importlib.util, numpy as np, packed, pkgutil, runpy
     importlib.metadata.version("numpy")  # lists all folders of sys.path

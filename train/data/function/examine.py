@@ -1,7 +1,8 @@
 """Examines a dataset function before a run starts: the form, shapes and number of its examples."""
 
-import contextlib
+import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
+from cluster.contract import kept_results, user_code
+from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
 from train import named, random_operations
 from train.data import store
@@ -31,6 +33,7 @@ def examine_function(
     `num_outputs` gives the number of classes of integer labels, such as `10`, or `digit=10,parity=2`; with `fresh` the
     examples of datasets without a known length are counted again.
     """
+    began = time.time()
     say(f"calling {name}")
     with store.disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,7 @@ def examine_function(
         both = " and ".join(show_example(described) for described in examples.values())
         raise UsageError(f"--dataset {name!r}: examples of train and test are {both}; expected the same")
     outputs = _outputs(name, example["labels"], num_outputs)
-    counts, counted = _counts(name, returned, data_dir, fresh=fresh)
+    counts, counted = _counts(name, returned, data_dir, began, fresh=fresh)
     leaves = {part: named.each(asdict, leaf) for part, leaf in example.items()}
     value = {"name": name, "form": form, "example": leaves, "num_outputs": outputs}
     value |= {"counts": counts, "counted": counted}
@@ -90,10 +93,12 @@ def _warn_of_random_numbers(name: str, dataset: tf.data.Dataset) -> None:
         )
 
 
-def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bool) -> tuple[dict[str, int], bool]:
-    known: FunctionRecord | None = None
-    with contextlib.suppress(PrerequisiteError, RunFailed):
-        known = None if fresh else FunctionRecord.find(data_dir, name)
+def _counts(
+    name: str, returned: Mapping[str, Any], data_dir: Path, began: float, *, fresh: bool
+) -> tuple[dict[str, int], bool]:
+    variables = {key: value for key, value in os.environ.items() if key not in (user_code.RESULT_FILE, "TMPDIR")}
+    kept = kept_results.locate(data_dir, ["count", name], variables)
+    known = None if fresh else kept_results.recall(kept)
     counts, counted = {}, False
     for split, data in returned.items():
         if not isinstance(data, tf.data.Dataset):
@@ -104,15 +109,17 @@ def _counts(name: str, returned: Mapping[str, Any], data_dir: Path, *, fresh: bo
             raise UsageError(f"--dataset {name!r}: {split} never ends; expected one epoch, without repeat()")
         if count == tf.data.UNKNOWN_CARDINALITY:
             counted = True
-            if known is None or not known.counted:
+            if known is None:
                 say(f"counting the {split} examples: the dataset does not know its length (see assert_cardinality)")
                 with user_errors(f"--dataset {name!r}: reading {split}"):
                     count = int(data.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
             else:
-                count = known.splits[split].num_examples
+                count = known[0][split]
         if not count:
             raise UsageError(f"--dataset {name!r} has no {split} example; expected at least one")
         counts[split] = count
+    if counted and known is None:
+        kept_results.keep(kept, began, {"value": counts, "opened": kept_results.opened(), "written": []}, "")
     return counts, counted
 
 

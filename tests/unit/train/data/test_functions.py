@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract import kept_results
 from cluster.system.errors import RunFailed, UsageError
 from tests.support import own_module
 from tests.support.listed_examples import TEST, TRAIN, Numbers, numbers, ranges, steps
@@ -158,7 +159,12 @@ def test_whole_number_labels_need_their_classes(function, tmp_path):
     assert {"digit": 10, "size": 2} == examine_function(name, tmp_path / "data", "digit=10").num_outputs
 
 
-def test_examples_are_counted_once_where_the_dataset_does_not_know(function, tmp_path):
+def test_examples_are_counted_where_the_dataset_does_not_know_and_again_once_the_code_changes(
+    function, tmp_path, monkeypatch
+):
+    module = tmp_path / "own_function.py"
+    module.touch()
+    monkeypatch.setattr(kept_results, "opened", lambda: [str(module)])
     sizes = {"train": 10, "test": 4}
 
     def data(split: str, shard: Shard) -> tf.data.Dataset:
@@ -170,6 +176,9 @@ def test_examples_are_counted_once_where_the_dataset_does_not_know(function, tmp
     sizes["train"] = 12
     assert found == examine_function(name, folder) == FunctionRecord.find(folder, name)
     assert 12 == examine_function(name, folder, fresh=True).train.num_examples
+    sizes["train"] = 14
+    module.write_text("# changed")
+    assert 14 == examine_function(name, folder).train.num_examples
 
 
 def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
