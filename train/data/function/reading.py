@@ -21,11 +21,13 @@ reads its epoch from the beginning and skips the examples that it has trained on
 Shapes: B replica batch, G global batch, R replicas, L replicas of a task.
 """
 
+import contextlib
+import functools
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -120,7 +122,8 @@ def call_function(name: str, split: str, shard: Shard) -> Any:
             f"--dataset {name!r} does not take (split, shard), which --source function passes; change it, or omit "
             "--source"
         )
-    with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):  # makes autograph convert mapped functions in graphs, too
+    # The status makes autograph convert mapped functions in graphs, too.
+    with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED), _shuffled_by(shard.seed):
         returned = references.call_user_function("--dataset", name, function, split, shard)
     if isinstance(returned, tf.data.Dataset):
         return returned
@@ -131,6 +134,26 @@ def call_function(name: str, split: str, shard: Shard) -> Any:
             "object with __len__ and __getitem__"
         )
     return returned
+
+
+@contextlib.contextmanager
+def _shuffled_by(shard_seed: Any) -> Iterator[None]:
+    """Context manager in which `shuffle` without a seed takes the shard's; TensorFlow's is the same in every epoch."""
+    shuffle = tf.data.Dataset.shuffle
+
+    @functools.wraps(shuffle)
+    def with_seed(
+        dataset: Any, buffer_size: Any, seed: Any = None, reshuffle_each_iteration: Any = True, name: Any = None
+    ) -> Any:
+        if seed is None and reshuffle_each_iteration is not False:
+            seed = shard_seed
+        return shuffle(dataset, buffer_size, seed, reshuffle_each_iteration, name)
+
+    tf.data.Dataset.shuffle = with_seed
+    try:
+        yield
+    finally:
+        tf.data.Dataset.shuffle = shuffle
 
 
 def split_example(subject: str, example: Any) -> tuple[Any, ...]:

@@ -46,8 +46,15 @@ def source(function, tmp_path) -> Callable[[Any], Source]:
     return make
 
 
-def test_a_dataset_is_in_another_order_in_every_epoch(source):
-    flat = [*itertools.chain(*steps(source(ranges), 0, 9))]
+def without_seed(split: str, shard: Shard) -> tf.data.Dataset:
+    return tf.data.Dataset.range(TRAIN).shuffle(TRAIN).map(lambda i: (tf.fill([2], tf.cast(i, tf.float32)), i % 3))
+
+
+@pytest.mark.parametrize("data", [ranges, without_seed])
+def test_a_dataset_is_in_another_order_in_every_epoch(source, data):
+    found = source(data)
+    flat = [*itertools.chain(*steps(found, 0, 9))]
+    assert flat == [*itertools.chain(*steps(found, 0, 5)), *itertools.chain(*steps(found, 5, 4))]
     # Epochs of 4, 3 and 3 steps: the first begins again, so has 4 examples twice.
     assert set(range(TRAIN)) == set(flat[:24]) and flat[:18] != flat[24:42]
 
