@@ -333,6 +333,16 @@ def show_example(example: Mapping[str, Named]) -> str:
     )
 
 
+def check_names(subject: str, value: Named) -> None:
+    """Check that the arrays of a part of an example have names that a model's inputs and files can have."""
+    if not isinstance(value, Mapping):
+        return
+    wrong = [name for name in value if not (isinstance(name, str) and name.isidentifier())]
+    if wrong or not value:
+        actual = f"the name {wrong[0]!r}" if wrong else "no name"
+        raise UsageError(f"{subject} have {actual}; expected names of letters, digits and _, such as 'image'")
+
+
 def stored_dtype(subject: str, part: str, dtype: np.dtype[Any]) -> str:
     """Return the storage type of an array of type `dtype` that is this part of a split, a key of `DTYPES`."""
     if part == "labels" and dtype.kind in "iub":

@@ -24,7 +24,7 @@ import numpy as np
 from cluster.contract import user_code
 from cluster.system.errors import UsageError, nearest
 from train import named
-from train.data.dataset_record import DTYPES, SPLITS, Leaf, show_example, stored_dtype
+from train.data.dataset_record import DTYPES, SPLITS, Leaf, check_names, show_example, stored_dtype
 from train.named import Named
 from train.settings import references
 
@@ -122,10 +122,7 @@ def _split(subject: str, returned: Any) -> tuple[Named, ...]:
 def _part(subject: str, part: str, value: Any) -> Named:
     if not isinstance(value, Mapping) or part == "weights":
         return array_of(f"{subject} {part}", part, value)
-    wrong = [name for name in value if not (isinstance(name, str) and name.isidentifier())]
-    if wrong or not value:
-        actual = f"the name {wrong[0]!r}" if wrong else "no name"
-        raise UsageError(f"{subject} {part} have {actual}; expected names of letters, digits and _, such as 'image'")
+    check_names(f"{subject} {part}", value)
     return {name: array_of(f"{subject} {part} {name!r}", part, item) for name, item in value.items()}
 
 

@@ -42,7 +42,16 @@ from cluster.system.messages import COMMAND
 from train import named
 from train.data import batches, store
 from train.data.batches import INFINITE, Batch, BatchSlice, Replicas, without_sharding
-from train.data.dataset_record import PARTS, DatasetRecord, Leaf, Split, parse_part, show_example, stored_dtype
+from train.data.dataset_record import (
+    PARTS,
+    DatasetRecord,
+    Leaf,
+    Split,
+    check_names,
+    parse_part,
+    show_example,
+    stored_dtype,
+)
 from train.data.feeds import IndexedSource
 from train.data.sources import Examples, Source
 from train.named import Named
@@ -128,10 +137,10 @@ def call_function(name: str, split: str, shard: Shard) -> Any:
     if isinstance(returned, tf.data.Dataset):
         return returned
     indexed = hasattr(type(returned), "__len__") and hasattr(type(returned), "__getitem__")
-    if not indexed or isinstance(returned, Mapping | tuple | str | bytes | np.ndarray):
+    if not indexed or isinstance(returned, Mapping | tuple | str | bytes | np.ndarray | tf.keras.utils.Sequence):
         raise UsageError(
             f"--dataset {name!r} returns a {type(returned).__name__} for {split!r}; expected a tf.data.Dataset, or an "
-            "object with __len__ and __getitem__"
+            "object with __len__ and __getitem__ of single examples"
         )
     return returned
 
@@ -178,6 +187,7 @@ def describe_example(subject: str, example: tuple[Any, ...]) -> dict[str, Named]
 
     described_parts = {}
     for part, values in zip(PARTS, example, strict=False):
+        check_names(f"{subject}: {part}", values)
         for value in named.leaves(values):
             if not isinstance(value, tf.TensorSpec | np.ndarray):
                 raise UsageError(

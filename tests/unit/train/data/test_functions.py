@@ -126,6 +126,14 @@ def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere():
     assert opening.explain(tf.errors.InvalidArgumentError(None, None, "something else")) is None
 
 
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, _batch: int) -> Any:
+        return np.zeros([4, 2]), np.zeros(4, int)
+
+
 class Sized:
     def __len__(self) -> int:
         return 3
@@ -140,6 +148,8 @@ class Sized:
         lambda split, shard: (np.zeros([3, 2]), np.zeros(3)),
         lambda split, shard: 1 / 0,
         lambda split, shard: Numbers(0),
+        lambda split, shard: Batches(),
+        lambda split, shard: tf.data.Dataset.range(5).map(lambda i: ({0: i}, i)),
         lambda split, shard: Numbers(-1),
         lambda split, shard: numbers(split, shard) if split == "train" else ranges(split, shard),
         lambda split, shard: tf.data.Dataset.range(5),
