@@ -50,6 +50,9 @@ def test_types_become_ones_that_can_be_trained_on(returns):
     )
     assert ["float32"] * 5 == [array.dtype.name for split in dataset.splits.values() for array in split]
     np.testing.assert_array_equal(FLOATS.astype(np.float32), dataset.splits["train"][0])
+    mixed = np.array([[1.5, True], [2, False]], object)  # as Pandas has columns of several types
+    (features, _), _ = user_dataset.read_dataset(returns(dict.fromkeys(GOOD, (mixed, [0, 1])))).splits.values()
+    assert ("float32", [[1.5, 1], [2, 0]]) == (features.dtype, features.tolist())
     for labels in (LABELS, LABELS.astype(bool), LABELS.astype(np.int16), LABELS.tolist()):
         dataset = user_dataset.read_dataset(returns({"train": (IMAGES, labels), "test": (IMAGES, labels)}))
         assert (np.uint8, np.int64) == tuple(array.dtype for array in dataset.splits["train"])
