@@ -130,7 +130,8 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
     """Convert a value to an array of a type that is suitable for training."""
     array = np.asarray(value)
     if array.dtype.kind == "O":  # of columns of several types, as Pandas makes it
-        array = np.array(array.tolist())
+        with contextlib.suppress(ValueError):  # rows of several lengths
+            array = np.array(array.tolist())
     if array.ndim == 0:
         raise UsageError(f"{subject} are {type(value).__name__}, not an array; expected a NumPy array")
     if array.dtype == np.uint64 and part != "weights":

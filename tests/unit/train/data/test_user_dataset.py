@@ -123,6 +123,7 @@ def test_the_version_follows_the_contents(returns):
         ({**GOOD, "train": (IMAGES + np.uint64(2**63), LABELS)}, "9223372036854775855"),
         ({**GOOD, "train": (list("abc"), LABELS)}, "examples/text"),
         ({**GOOD, "train": (IMAGES, np.array(list("abc"), object))}, "labels are text or objects"),
+        ({**GOOD, "train": (np.array([[1], [2, 3], [4]], object), LABELS)}, "features are text or objects"),
         ({**GOOD, "test": (IMAGES[:, :2], LABELS)}, "[2, 4, 1] uint8"),
         ({**GOOD, "test": (IMAGES, FLOATS[:, 0])}, "[] float32"),
         ({**GOOD, "classes": ["a", "b"]}, "0 to 2"),
