@@ -57,11 +57,7 @@ def use_forks() -> None:
 
 
 def plan(case: Case, module: str, name: str, **more: Any) -> Plan:
-    """Plan a run of a case as `up` does: options, configuration, data, model and loss.
-
-    Raises:
-        UsageError: it is refused.
-    """
+    """Plan a run of a case as `up` does: options, configuration, data, model and loss."""
     request = Request(name=name, runtime="local", tensorboard_port="0", network="host", **up(case, module), **more)
     planned = planning.plan(request)
     verb, *words = data_words(planned.config)
@@ -80,11 +76,7 @@ def start(planned: Plan) -> RunFolder:
 
 
 def train(run: RunFolder, killed_at: Sequence[int] = ()) -> None:
-    """Run all generations of a run: each but the last is killed once the chief has done so many steps.
-
-    Raises:
-        Failed: a task failed.
-    """
+    """Run all generations of a run: each but the last is killed once the chief has done so many steps."""
     for generation, step in enumerate([*killed_at, 0]):
         if generation:
             run.begin_generation(generation, resumed=False)

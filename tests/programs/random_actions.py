@@ -3,12 +3,7 @@
     python -m tests.programs.random_actions FOLDER SEED ACTIONS
 
 The commands are those of `tasks.py`, forked from this process. The runs have real supervisors and agents, but training
-programs without TensorFlow. Every few actions all commands are ended, and then
-
-- every run folder is listed or incomplete, and no command has printed a traceback or lasted too long;
-- a run that refuses to be resumed because it is in progress has processes;
-- after `down` no process and no temporary file is left, and each run can be resumed;
-- after `clean` no run folder is left.
+programs without TensorFlow. Every few actions all commands are ended, and `Actions.check` looks at what is left.
 """
 
 import os

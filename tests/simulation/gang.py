@@ -1,9 +1,6 @@
 """Connections between simulated agents: the hub's own roster and the board's own code, over messages that get lost.
 
-The chief's agent sends every agent the changes, twice a second, and receives theirs. A message is dropped, late, or
-comes a second time when it is old; a connection is cut for a while, in one direction or both; and an agent that is
-frozen or dead neither sends nor receives. One that receives nothing for three seconds continues by the folder, as it
-does on a real machine.
+A message is dropped, late, or comes a second time when it is old, and connections are cut for a while.
 """
 
 from __future__ import annotations

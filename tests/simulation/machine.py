@@ -56,10 +56,7 @@ class NoKills:
 
 
 def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Agent:
-    """Return the agent of a task, whose programs are simulated.
-
-    After `standby_s` of training it starts a standby process; None: never.
-    """
+    """Return the agent of a task, whose programs are simulated; `standby_s` is that of `Drawn`."""
     kind: type[TaskProcess] = Script if scripted else Trainer
     made = Agent(SimRunView(task.world.folder, task), task.name, ["program"], RENDEZVOUS_S, kind=kind)
     made._program = lambda environment: SimProgram(task.world, task, environment)  # type: ignore[method-assign,assignment,return-value]

@@ -1,21 +1,6 @@
-"""Schedules: what is drawn from a seed runs in a simulated world; and what must hold there.
+"""Schedules: what is drawn from a seed runs in a simulated world; and the invariants of docs/internals/recovery.md.
 
-Invariants, each checked while a schedule runs or at its end:
-
-    outcome      there is one, it never changes, and every agent ends with it
-    generations  no program begins a generation while one of an earlier generation lives that could join its cluster
-    programs     a task has one program at a time, and one standby process
-    ports        no two of them listen on the same port
-    checkpoint   training continues from the newest checkpoint, and a run that succeeded has done every step, in order
-    copies       an older copy of a task has neither agent nor program once its host can see the newer one
-    end          every run ends, and every agent with it, however it was disturbed
-    stop         a run that is requested to stop ends soon
-    stuck        after the last fault a run does a new step or ends within 90 s, and names a task that is not there
-    seen         once a generation begins, no agent keeps a program of an earlier one; a killed program is noticed;
-                 where it begins with standby processes, it has one of every task or is over soon
-    policy       kills and freezes never fail a run, unless too few tasks are there when a rendezvous times out; a
-                 program that fails by itself again and again does; an evaluator never does; a worker of parameter
-                 servers that was killed restarts alone; after a failure of a program single steps are recorded
+A `Broken` begins with the invariant's name. Each is checked while a schedule runs or at its end.
 """
 
 from __future__ import annotations
@@ -75,11 +60,7 @@ class Schedule:
         self._newest = 0
 
     def run(self) -> dict[str, Any]:
-        """Run it; return the outcome.
-
-        Raises:
-            Broken: an invariant does not hold.
-        """
+        """Run it; return the outcome."""
         world, drawn = self.world, self.drawn
         self.folder.__dict__["torn_share"] = drawn.torn_share
         self.training.fails_at = dict(drawn.fails_at)
@@ -150,10 +131,8 @@ class Schedule:
             self._check_frozen(task, program, whole=kind != "freeze program")
 
     def _lose_sight(self, task: SimTask, seconds: float) -> float:
-        """Let the engine start another copy of a task whose host stands still; return for how long that does.
-
-        A script's other copy comes first: a script that continues after the others lost contact fails its run.
-        """
+        """Let the engine start another copy of a task whose host stands still; return for how long that does."""
+        # A script's other copy comes first: a script that continues after the others lost contact fails its run.
         uniform = self.world.random.uniform
         self.world.at(seconds * uniform(0.2, 0.8 if self.drawn.scripted else 1.0), lambda: self._copy(task))
         return seconds * (1.0 if self.drawn.scripted else uniform(0.5, 1.0))

@@ -45,11 +45,7 @@ class Training:
         return self._standby_clusters.setdefault(generation, found)
 
     def passed_gate(self, program: SimProgram) -> None:
-        """Check that no program of an earlier generation lives that could join the same cluster.
-
-        Raises:
-            Broken: one does.
-        """
+        """Check that no program of an earlier generation lives that could join the same cluster."""
         if program.owner.name not in self.members:
             return
         for name in self._members_of(program.generation):

@@ -259,11 +259,7 @@ class World:
         raise Killed
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Run the schedule until it is over.
-
-        Raises:
-            Broken: it is not over in time.
-        """
+        """Run the schedule until it is over."""
         done = 0
         try:
             while not over():

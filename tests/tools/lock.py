@@ -22,9 +22,7 @@ _COMPILE = [
 def lock_commands(*, upgrade: bool = False) -> list[list[str]]:
     """Return the commands that renew every lock, in order; run them from the repository root.
 
-    All targets are resolved together first, then each is locked under that result. So any of them can share an
-    environment, and the machine that tests runs the versions that the images hold. Versions stay as they are unless a
-    requirement changed or `upgrade` is set.
+    All targets are resolved together first, so that any of them can share an environment.
     """
     sources = [f"{locks.DIRECTORY}/{target}.in" for target in locks.TARGETS]
     resolve = [*_COMPILE, "--no-annotate", *(["--upgrade"] if upgrade else []), f"--output-file={locks.CONSTRAINTS}"]
