@@ -13,10 +13,9 @@ import pytest
 
 from cluster.agent import agent, decide, elastic
 from cluster.agent.agent import Agent
-from cluster.agent.attempt import Attempt, Restarter
+from cluster.agent.attempt import Restarter
 from cluster.agent.watchdog import Watchdog
 from cluster.contract.recovery import attempt_limits, ends, standby_cluster
-from cluster.contract.spec import ClusterSpec
 from tests.simulation import machine
 from tests.simulation.drawn import FOREVER_S, Drawn
 from tests.simulation.gang import SimCopy, SimRunView
@@ -124,13 +123,6 @@ def copies_claim(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     return schedules(drawn=HELD_UP)
 
 
-def deaf_to_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A script's agent does not look for a task that was killed and has reported only that so far."""
-    patch.setattr(Attempt, "_another_died", lambda self: False)
-
-    return slow_reports(patch)
-
-
 def slow_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """A worker's task is killed; the disk is slow between its report and the generation that it begins."""
     restart = Restarter.restart_gang
@@ -142,12 +134,6 @@ def slow_reports(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     patch.setattr(Restarter, "restart_gang", restart_late)
     killed = Drawn({"workers": 2}, scripted=True, steps=15, save_every=5, faults=[(8.0, "kill task", "worker-0", 20.0)])
     return schedules(drawn=killed)
-
-
-def taken_for_alive(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
-    """A script's agent takes the others for alive without a sign of life."""
-    patch.setattr(Watchdog, "all_are_alive", True)
-    return mute(patch)
 
 
 def mute(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
@@ -303,18 +289,12 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "kills count": ("policy", kills_count),
     "failures do not count": ("policy", failures_do_not_count),
     "no single steps": ("policy", no_single_steps),
-    # Every task takes the gang with it.
-    "nobody restarts alone": ("policy", replaced(ClusterSpec, "restarts_alone", lambda self, task: False)),
     # A task that restarts alone waits for those that have met its previous attempt.
     "met again": ("policy", replaced(elastic.Members, "_passed_rendezvous", lambda self, generation: frozenset())),
-    "taken for alive": ("policy", taken_for_alive),
     # A script that lost contact does not wait for the task that was killed to report it.
     "no patience": ("policy", replaced(decide, "patience_s", lambda facts: 0.0)),
-    # An elastic run does not continue without a worker.
-    "needs everyone": ("policy", replaced(elastic, "leave_out", lambda *_: None)),
     "copies claim": ("policy", copies_claim),
     "copies continue": ("copies", copies_continue),
-    "deaf to reports": ("policy", deaf_to_reports),
     # Standby processes form their cluster on the ports of the programs that train.
     "same ports": ("ports", replaced(standby_cluster, "_other", lambda port: port, FORMED)),
     "ready or not": ("policy", ready_or_not),
