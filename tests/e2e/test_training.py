@@ -1,4 +1,4 @@
-"""Whole trainings: on datasets as functions of (split, shard), on one core, for three epochs, and with slow steps."""
+"""Whole trainings: on one core, for three epochs, with slow steps, and from other weights in each task."""
 
 import os
 
@@ -37,17 +37,6 @@ class Made:
 
 def indexed(split, shard):
     return Made(split)
-
-
-def streamed(split, shard):
-    def example(index):
-        noise = tf.random.stateless_normal([8], [index, int(split == "test")], alg="philox")
-        return noise + 3 * tf.one_hot(index % 4, 8), index % 4
-
-    dataset = tf.data.Dataset.range(COUNTS[split]).shard(shard.count, shard.index)
-    if split == "train":
-        dataset = dataset.shuffle(200, seed=shard.seed)
-    return dataset.map(example)
 
 
 def model(feature_shape, num_outputs):
@@ -92,7 +81,7 @@ def preset():
 
 @pytest.fixture(scope="module")
 def own(clusters, tmp_path_factory) -> Clusters:
-    """Clusters whose user has a module with two dataset functions."""
+    """Clusters whose user has a module with a dataset function."""
     return clusters.with_modules(tmp_path_factory.mktemp("own"), own_data=True, made=MADE)
 
 
@@ -110,22 +99,6 @@ def test_a_model_that_each_task_begins_with_other_weights_must_fail_at_once(own)
     words = ("--preset=made:preset", "--workers=1")
     ended = summary(own.up("unseeded", *words, training=("--model=made:unseeded",), expect=EXIT_FAILED))
     assert ("failed", 0, []) == (ended["state"], ended["steps"], ended["restarts"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("dataset", "topology"),
-    [
-        ("made:streamed", "--workers=1 --micro-batches=2"),
-        ("made:streamed", "--workers=1 --ps=1"),
-        ("made:indexed", "--workers=1 --ps=1"),
-    ],
-)
-def test_every_task_must_learn_from_its_own_part_of_a_function(own, dataset, topology):
-    name = f"{dataset.partition(':')[2]}-{len(topology)}"
-    ended = summary(own.up(name, f"--preset=made:preset {topology} -- --dataset={dataset}", training=()))
-    assert "succeeded" == ended["state"]
-    assert ended["metrics"]["eval_accuracy"] > 0.8
 
 
 @pytest.mark.long
