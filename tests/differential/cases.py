@@ -1,7 +1,6 @@
 """Trains cases with our training program and with plain Keras.
 
 python -m tests.differential.cases FOLDER SEED ...         prints what came out of each as JSON
-python -m tests.differential.cases FOLDER --shrink SEED    of the smallest case like it that is still wrong
 
 With ONEDNN=off for cases in half precision, as `up` decides.
 """
@@ -28,7 +27,7 @@ from cluster.contract.run.folder import RunFolder  # noqa: E402
 from cluster.system import fork_server  # noqa: E402
 from cluster.system.errors import UsageError  # noqa: E402
 from tests.differential import trainer  # noqa: E402
-from tests.differential.draw import CANCELLED, Case, reduced, twin  # noqa: E402
+from tests.differential.draw import CANCELLED, Case, twin  # noqa: E402
 from tests.differential.refused import REFUSALS, parsed  # noqa: E402
 from tests.differential.source import write  # noqa: E402
 
@@ -102,15 +101,6 @@ def problems(case: Case, found: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def shrink(case: Case, folder: Path) -> Case:
-    """Return the smallest case found that is still wrong: one thing less each time."""
-    for smaller in reduced(case):
-        if problems(smaller, attempt(smaller, folder)):
-            print(f"still wrong: {smaller}", flush=True)
-            return shrink(smaller, folder)
-    return case
-
-
 def attempt(case: Case, folder: Path) -> dict[str, Any]:
     """Run a case in a fresh folder; an error of ours is a failure of the case."""
     shutil.rmtree(folder / "runs", ignore_errors=True)
@@ -121,7 +111,7 @@ def attempt(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, words: list[str]) -> None:
-    """Run cases, and print what came out of each; after `--shrink`, of the smallest that is still wrong."""
+    """Run cases, and print what came out of each."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"RUNS_DIR": str(folder / "runs"), "DATA_DIR": str(folder / "data"), "CUDA_VISIBLE_DEVICES": "-1"}
     os.environ |= {"PYTHONPATH": str(folder), "XDG_STATE_HOME": str(folder / "state")}
@@ -129,11 +119,8 @@ def main(folder: Path, words: list[str]) -> None:
     fork_server.preload("tests.differential.cases")
     trainer.use_forks()
     os.fsync = lambda _descriptor: None  # a busy disk would take most of the time
-    smallest = "--shrink" in words
     for word in words:
-        if word == "--shrink":
-            continue
-        case = shrink(parsed(word), folder) if smallest else parsed(word)
+        case = parsed(word)
         found = attempt(case, folder)
         wrong = problems(case, found)
         program = (folder / f"case_{case.seed}.py").read_text() if wrong else ""

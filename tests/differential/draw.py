@@ -44,7 +44,7 @@ STRATEGIES = ("one", "mirrored", "central", "multiworker", "ps", "pipeline")
 
 @dataclass(frozen=True)
 class Case:
-    """What was drawn. The defaults are the simplest case, to which a failing one is reduced."""
+    """What was drawn. The defaults are the simplest case."""
 
     seed: int
     kind: str = "vector"
@@ -271,21 +271,3 @@ def loss_of(case: Case, module: str) -> str:
     if case.kind == "named":
         return "kind=sparse_categorical_crossentropy,price=mean_squared_error"
     return "mean_squared_error" if case.values else "sparse_categorical_crossentropy"
-
-
-def reduced(case: Case) -> list[Case]:
-    """Return cases with one thing less each."""
-    plain = Case(case.seed)
-    simpler = [
-        dataclasses.replace(case, layers=tuple(name for name in case.layers if name != left)) for left in case.layers
-    ]
-    for field in dataclasses.fields(Case):
-        value = getattr(plain, field.name)
-        if field.name not in ("seed", "layers", "dtype") and getattr(case, field.name) != value:
-            change: dict[str, Any] = {field.name: value}
-            if field.name == "kind":
-                change |= {"dtype": "float32", "masked": False}
-            if field.name == "strategy":
-                change |= {"replicas": 1, "tasks": 1, "stages": 1, "pipe": "gpipe", "remat": False}
-            simpler.append(dataclasses.replace(case, **change))
-    return simpler

@@ -100,7 +100,7 @@ def quick(run_cases: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, dic
 def report(result: dict[str, Any]) -> str:
     """Describe the errors of a case, with the program that shows them without our code."""
     seed = result["case"]
-    how = f"python -m tests.differential.cases /tmp/cases --shrink {shlex.quote(seed)}  # finds the smallest such case"
+    how = f"python -m tests.differential.cases /tmp/cases {shlex.quote(seed)}  # this case alone"
     return "\n".join([f"seed {seed}: {'; '.join(result['wrong'])}", how, "what plain Keras gives:", result["program"]])
 
 
