@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from invoke import Context, Exit
 
-from cluster.contract import spec, tf_config, user_code
+from cluster.contract import spec, tf_config
 from cluster.contract.run.folder import RunFolder
 from cluster.host.cli.command_line import report_errors
 from cluster.host.image import engine, images
-from cluster.host.launch import configuration, folders, planning, startup
+from cluster.host.launch import folders, planning, startup
 from cluster.host.launch.user_files import check_script
 from cluster.host.nvidia import Placement
 from cluster.host.options.request import Request
@@ -163,23 +163,6 @@ def test_an_image_s_build_is_the_words_that_were_meant(tmp_path, monkeypatch, ba
     assert f"--build-arg=BASE_IMAGE={base}" in words
     (secret,) = [word.removeprefix("--secret=") for word in words if word.startswith("--secret=")]
     assert [["id=ca", f"src={bundle}"]] == [*csv.reader(io.StringIO(secret, newline=""))]
-
-
-@unhurried
-@given(preset=TEXT, override=TEXT)
-def test_a_preset_and_an_override_are_words_of_no_shell(preset, override):
-    requested: list[list[str]] = []
-
-    def run(words: list[str], *_: object, **__: object) -> dict[str, Any]:
-        requested.append(words)
-        return {"config": {}, "code_dirs": [], "data": ""}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(user_code, "run", run)
-        configuration.resolve_config(Request(preset=preset, overrides=(override,)))
-    (words,) = requested
-    assert f"--preset={preset or 'fashion_mnist'}" in words
-    assert ["--", override] == words[-2:]
 
 
 @pytest.mark.parametrize("pid", ["1; id", "$(id)", None, [1]])
