@@ -44,11 +44,6 @@ def config_of(image: str) -> dict[str, Any]:
     return json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
 
 
-def test_a_task_must_start_the_agent_and_stop_on_sigterm():
-    assert ["python", "-m", "cluster.agent"] == config_of(TRAIN)["Entrypoint"]
-    assert "SIGTERM" == config_of(TRAIN)["StopSignal"]
-
-
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
 def test_an_image_must_not_run_as_root_and_its_labels_must_report_what_is_inside(image):
     config = config_of(image)
