@@ -1,8 +1,4 @@
-"""Rendered pods as containers, with what a JobSet's controllers would do: names, variables, volumes, starting again.
-
-No Kubernetes is here. What is tried is what the pods themselves do: laying out the run folder, finding each other by
-the names in the manifests, without privileges, and the exit codes that the manifests' failure policy goes by.
-"""
+"""Rendered pods as containers, with what a JobSet's controllers would do. No Kubernetes is here."""
 
 import os
 import shutil
