@@ -114,16 +114,9 @@ def test_a_withdrawn_stop_does_not_stop_the_next_generation(run, join):
     assert not worker.stop_requested
 
 
-def test_an_agent_sees_at_once_what_it_has_recorded(run, join):
-    join("chief")
-    worker = linked(join("worker-0"))
-    assert worker.begin_generation(1, task="worker-0")
-    assert 1 == worker.generation
-    assert worker.request_stop("worker-0")
-    assert worker.stop_requested
-    assert worker.end("stopped", task="worker-0")
-    assert worker.outcome
-    assert not worker.begin_generation(2, task="worker-0")  # the run has ended
+def test_no_generation_begins_once_the_run_has_ended(run):
+    run.end("stopped", task="chief")
+    assert not RunView(run).begin_generation(1, task="worker-0")
 
 
 def test_without_a_hub_the_folder_is_read_each_time(run, join, monkeypatch):
