@@ -30,14 +30,17 @@ def build_configured(config: TrainConfig, feature_shape: Named, num_outputs: Nam
     evaluation or an export.
     """
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    keras.utils.set_random_seed(config.seed)
-    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # traced steps draw from it
+    keras.utils.set_random_seed(config.seed)  # the build begins with a new generator
     size, sizes = config.transformer, dict[str, int]()
     if config.model == "transformer_lm":
         sizes = {"layers": size.layers, "width": size.width, "heads": size.heads}
     named_again = config.freeze or config.optimizer.no_decay
     with _names_of_first_build(config.model) if named_again else contextlib.nullcontext():
-        model = build_by_name(config.model, feature_shape, num_outputs, **sizes)
+        try:
+            model = build_by_name(config.model, feature_shape, num_outputs, **sizes)
+        finally:
+            if generator is not None:  # traced steps draw from it
+                global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
     if keras.backend.floatx() != "float32":  # the type of data, losses and gradients
         raise UsageError(
             f"--model {config.model!r}: set_floatx({keras.backend.floatx()!r}): expected float32; give single layers "

@@ -111,14 +111,16 @@ def test_a_model_that_is_built_again_to_be_exported_freezes_the_same_layers(monk
     assert keras.layers.Dense(1).name not in [layer.name for layer in model._flatten_layers()]
 
 
-def test_constants_that_are_drawn_with_a_model_are_the_same_in_each_build(monkeypatch):
+@pytest.mark.parametrize("draw", [np.random.permutation, lambda size: keras.random.shuffle(np.arange(size))])
+def test_constants_that_are_drawn_with_a_model_are_the_same_in_each_build(monkeypatch, draw):
     def permuting(shape: tuple[int, ...], outputs: int) -> keras.Model:
-        inputs, order = keras.Input(shape), np.random.permutation(shape[-1])
+        inputs, order = keras.Input(shape), draw(shape[-1])
         permuted = keras.layers.Lambda(lambda values: tf.gather(values, order, axis=-1))(inputs)
         return keras.Model(inputs, keras.layers.Dense(outputs)(keras.layers.Flatten()(permuted)))
 
     own_module.put(monkeypatch, "own_models", model=permuting)
     features = np.random.default_rng(0).normal(size=(2, 4, 50))
+    keras.utils.set_random_seed(0)  # the process has no global generator
     built = [models.build_configured(TrainConfig(model="own_models:model"), (4, 50), OUTPUTS) for _ in range(2)]
     np.testing.assert_array_equal(*(model(features) for model in built))
 
