@@ -24,7 +24,7 @@ SCRIPTS = (*TENSORFLOW, *FIT, *_OF_SCRIPTS, "callback_files")
 LEGACY = (*TENSORFLOW, "adapted_layers")
 """Patches for the built-in training program with tf_keras."""
 _OF_TRAINING = ("layer_losses", "variable_updates", "placed_seeds", "repeated_rows", "synchronized_moments")
-TRAINING = (*LEGACY, *FIT, *_OF_TRAINING, "callback_files")
+TRAINING = (*LEGACY, *FIT, *_OF_TRAINING, "deferred_values", "callback_files")
 """Patches for the built-in training program, which has stronger guarantees for layers' state and random numbers."""
 
 

@@ -25,7 +25,7 @@ from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import layer_state, optimizers
 from train.model.export import is_legacy
-from train.patches import optimizer_averages, placed_seeds
+from train.patches import deferred_values, optimizer_averages, placed_seeds
 from train.pipeline import model_blocks
 from train.pipeline.model_blocks import ModelBlock, ObservingScope
 from train.pipeline.partition import Constraints, StageCost, partition
@@ -332,7 +332,7 @@ def without_values(
     new_model: Callable[[], keras.Model],
 ) -> tuple[keras.Model, list[keras.Variable], dict[int, tf.Tensor]]:
     """Build a model without memory; return it, its variables, and by `id` values that `new_model` assigned to them."""
-    with keras.StatelessScope(initialize_variables=False) as scope:
+    with deferred_values.DeferringScope() as scope:
         model = new_model()
     created = _take_uninitialized()
     values = {id(variable): scope.get_current_value(variable) for variable in created}
@@ -340,10 +340,14 @@ def without_values(
 
 
 def to_restore(new_model: Callable[[], keras.Model]) -> keras.Model:
-    """Build a model whose variables get memory only when a checkpoint is restored."""
+    """Build a model whose weights get memory only when a checkpoint is restored, which lacks random states."""
     model, created, _ = without_values(new_model)
+    weights = {id(weight) for weight in model.weights}
     for variable in created:
-        leave_without_value(variable)
+        if id(variable) in weights:
+            leave_without_value(variable)
+        else:
+            variable._deferred_initialize()
     return model
 
 

@@ -16,7 +16,7 @@ from train.config import TrainConfig
 from train.model import export, initial_weights
 from train.model.architectures import transformer_lm
 from train.pipeline.stage_models import TaskStages, to_restore
-from train.saving import saved_weights
+from train.saving import saved_weights, trees
 from train.saving.checkpoint import CheckpointManager
 
 CONFIG = TrainConfig(global_batch=8, micro_batches=4)
@@ -125,6 +125,23 @@ def test_a_model_restored_without_first_values_is_the_whole_model(tmp_path, save
     tokens_BT = np.arange(12, dtype=np.int32).reshape(2, 6) % 11
     served = tf.saved_model.load(str(tmp_path / "export"))
     np.testing.assert_allclose(model(tokens_BT), served.serve(tokens_BT), rtol=1e-5)
+
+
+def test_a_compiled_model_is_built_without_memory_and_exported(tmp_path):
+    def compiled() -> keras.Model:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        return model
+
+    patches.apply()
+    with keras.StatelessScope(), pytest.raises(ValueError, match="stateless scope"):  # by Keras itself
+        compiled()
+    whole, restored = compiled(), to_restore(compiled)
+    assert not any(weight.value.is_initialized() for weight in restored.weights)
+    saved_weights.load_trained(restored, tf.train.Checkpoint(**trees.parts_of_model(whole)).write(tmp_path / "saved"))
+    export.export(restored, tmp_path / "export", (4,), ())
+    served = tf.saved_model.load(str(tmp_path / "export"))
+    np.testing.assert_allclose(whole(tf.ones([2, 4])), served.serve(tf.ones([2, 4])), rtol=1e-5)
 
 
 def test_of_a_file_each_task_takes_the_weights_of_its_stage(tmp_path):
