@@ -39,6 +39,14 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
     return list({id(state): state for state in states}.values())
 
 
+def unmerged_weights(model: keras.Model) -> list[keras.Variable]:
+    """Return the weights, frozen or not, that layers must not assign in a step of several parts."""
+    layers = list(model._flatten_layers())
+    # The parts of a step make it the same.
+    normalized = {id(layer.kernel) for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)}
+    return [weight for layer in layers for weight in layer._trainable_variables if id(weight) not in normalized]
+
+
 def tensorflow_variables(model: keras.Model) -> dict[str, tf.Variable]:
     """Return the `tf.Variable`s of layers that Keras does not track, by layer and attribute."""
     return {

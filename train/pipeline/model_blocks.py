@@ -8,7 +8,7 @@ averages of batch normalization.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +56,10 @@ def split_model(model: keras.Model) -> list[ModelBlock]:
             "--strategy pipeline needs a Sequential or functional Keras model with one input; this one is "
             f"{type(model).__name__}"
         )
-    if len(model.outputs) != 1:
-        raise UsageError(f"--strategy pipeline needs a model with one output; this one has {len(model.outputs)}")
+    if len(model.outputs) != 1 or isinstance(model.output, Mapping):
+        raise UsageError(
+            f"--strategy pipeline needs a model with one output, not a dictionary; this one has {len(model.outputs)}"
+        )
     nodes = _sorted_nodes(model)
     if unknown := [node.operation.name for node in nodes if None in node.output_tensors[0].shape[1:]]:
         raise UsageError(

@@ -105,6 +105,13 @@ def partition_model(
     block_costs = [model_blocks.estimate_cost(block, micro_batch, copies) for block in blocks]
     costs = partition(block_costs, constraints, cut)
     models = build_models(model, [blocks[stage.first : stage.last] for stage in costs], micro_batch)
+    unmerged = {id(weight) for stage in models for weight in layer_state.unmerged_weights(stage.model)}
+    assigned = [variable.path for stage in models for variable in stage.changed if id(variable) in unmerged]
+    if assigned and config.micro_batches > 1:
+        raise UsageError(
+            f"--micro-batches {config.micro_batches}: a layer assigns the weight {assigned[0]}, which each micro-batch "
+            "does by itself; make it with add_weight(trainable=False)"
+        )
     check_models(models, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
     return costs, models
 

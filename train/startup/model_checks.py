@@ -185,11 +185,7 @@ def _check_assigned_weights(config: TrainConfig, model: keras.Model, graph: tf.G
     """Check that no layer assigns weights, which a step of several parts does not merge as it merges layers' state."""
     if num_parts < 2 or is_legacy():
         return
-    layers = list(model._flatten_layers())
-    # The parts of a step make it the same.
-    normalized = {id(layer.kernel) for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)}
-    weights = {weight.path: weight for layer in layers for weight in layer._trainable_variables}
-    variables = {path: weight.value for path, weight in weights.items() if id(weight) not in normalized}
+    variables = {weight.path: weight.value for weight in layer_state.unmerged_weights(model)}
     for path in layer_state.find_assigned(variables, graph):
         problem = f"--model {config.model!r}: a layer assigns the weight {path}, which each replica or micro-batch does"
         if config.micro_batches > 1 or config.bitwise_elastic:

@@ -59,6 +59,12 @@ def masked():
     return keras.Sequential([keras.Input((6,), dtype="int32"), embedding, dense("hidden", 8), dense("last", 11)])
 
 
+class Moving(keras.layers.Dense):
+    def call(self, inputs):
+        self.bias.assign(0.9 * self.bias)
+        return super().call(inputs)
+
+
 class Scaled(keras.Model):
     def call(self, inputs, training=None):
         return super().call(inputs / 255, training=training)
@@ -125,6 +131,8 @@ def test_the_tasks_take_the_recorded_cut_if_the_number_of_stages_is_the_same(tmp
         (normalized, {"remat": True}, 2, "'nested/normalization/moving_mean'"),
         (masked, {}, 2, "'last'"),
         (scaled, {}, 2, "Scaled overrides call"),
+        (lambda: keras.Model(inputs := keras.Input((6,)), {"head": dense("last")(inputs)}), {}, 2, "not a dictionary"),
+        (lambda: keras.Sequential([keras.Input((6,)), dense("first"), Moving(2, name="moving")]), {}, 2, "moving/bias"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(model, options, stages, named):
