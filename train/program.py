@@ -129,8 +129,9 @@ class Program:
         with scope_strategy.scope(), strategy.precision_policy(precision_of(self.spec.strategy, config.precision)):
             model = task_stages.build(new_model, source.feature_shape) if task_stages else new_model()
         self._began = initial_weights.load_initial_weights(model, self.run.init) if config.init_from else ""
-        shapes = None if task_stages else lambda: models.example_shapes(model, source)
-        objective = objectives.build_configured(config, classifies=source.classifies, shapes=shapes)
+        objective = objectives.build_configured(
+            config, classifies=source.classifies, shapes=lambda: models.example_shapes(model, source)
+        )
         return TaskContext(
             run=self.run,
             task=self.task,

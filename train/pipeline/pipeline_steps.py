@@ -81,11 +81,11 @@ class PipelineSteps:
                 values = train_step.cast_features(context.model, examples_B.features)
             else:
                 values = self._edges.receive(received, edges.EVALUATED, number, 0)
-            outputs = stage.predict(values)
+            place = at * pipelines + self._task_stages.pipeline
+            outputs = stage.predict(values, place)
             if number < self._task_stages.stages - 1:
                 with tf.control_dependencies(self._edges.send(outputs, edges.EVALUATED, number, 0)):
                     return tf.identity(totals_N2M)
-            place = at * pipelines + self._task_stages.pipeline
             outputs = train_step.cast_outputs(outputs)
             return evaluation.add_totals(totals_N2M, place, context.objective, examples_B, outputs)
 
@@ -131,7 +131,7 @@ class PipelineSteps:
             with tf.control_dependencies(results):
                 self._policy.loss_scale.update(self._finite)
         share = self._context.config.micro_batches if self._asynchronous else 1
-        return self._policy.checked(tf.add_n(results), []) / share
+        return self._policy.checked(functools.reduce(operator.add, results), []) / share
 
     _norm: tf.Tensor | None = None
     _finite: tf.Tensor | None = None

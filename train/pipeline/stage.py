@@ -54,7 +54,7 @@ class StageGraph:
         self._remat, self._device = config.pipeline.remat, task_stages.device(number)
         self._accumulates = config.micro_batches > 1 and not alone
         self._first, self._last = number == 0, number == task_stages.stages - 1
-        self._variables = [variable.value for variable in stage_model.trained]
+        self._stage_model = stage_model
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)
         self._outputs = tf.TensorSpec([micro_batch, *model.outputs[0].shape[1:]], model.outputs[0].dtype)
 
@@ -70,8 +70,13 @@ class StageGraph:
             return outputs, layer_losses, state()
 
         self._forward = never_inlined(forward)
-        self.predict = never_inlined(lambda values: model(values, training=False))
-        """Inputs of the stage -> its outputs, for batches of any size."""
+
+        def predict(values: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
+            with placed_seeds.random_place(tf.zeros_like(batch), batch, drawn=stage_model.drawn):
+                return model(values, training=False)
+
+        self.predict = never_inlined(predict)
+        """(inputs of the stage, number of the batch) -> its outputs, for batches of any size."""
 
     def _batch(self, step: tf.Tensor, at: tf.Tensor) -> Batch:
         return self._feed.batch((), step, at + self._first_part)
@@ -155,14 +160,15 @@ class StageGraph:
             # Only the loss of [loss, score] is minimized.
             seed = tf.stack([scale, 0.0]) if received is None else received
             targets, seeds = ([outputs], [seed]) if layer_losses is None else ([outputs, layer_losses], [seed, scale])
-            sources = self._variables if self._first else [values, *self._variables]
+            variables = [variable.value for variable in self._stage_model.trained]  # callbacks may have frozen some
+            sources = variables if self._first else [values, *variables]
             gradients = tape.gradient(
                 targets, sources, output_gradients=seeds, unconnected_gradients=tf.UnconnectedGradients.ZERO
             )
             sent = seed if self._first else gradients.pop(0)
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
             if self._accumulates:
-                zeros = [tf.zeros_like(gradient) for gradient in dense]
+                zeros = [tf.zeros(variable.shape) for variable in variables]
                 dense = add(zeros if self._sums is None else self._sums, dense)
             self._sums = dense
             # A stage with frozen weights has only the gradient that it sends, or the one that it received.
@@ -181,5 +187,5 @@ class StageGraph:
 
 @never_inlined
 def add(sums: list[tf.Tensor], gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Add gradients to sums, two at a time, so that no graph rewrite changes the order."""
-    return [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+    """Add gradients to sums, in the type of these, two at a time, so that no graph rewrite changes the order."""
+    return [total + tf.cast(gradient, total.dtype) for total, gradient in zip(sums, gradients, strict=True)]

@@ -102,10 +102,6 @@ def check_parts(
     objectives.check_outputs(config, source.num_outputs, shapes)
     objective = objectives.build_configured(config, classifies=source.classifies, shapes=lambda: shapes)
     _check_logits(config, model, source.feature_shape, cut=bool(stages))
-    if stages and objectives.DATA_LOSS in objective.score_name:  # not even the last stage knows the shapes
-        raise UsageError(
-            f"--strategy pipeline: no score compares the outputs of --model {config.model!r} with the labels"
-        )
     graph = check_objective(config, objective, source, outputs, strategy=strategy, num_parts=num_parts)
     random_operations.warn_of_drawing(f"--loss {config.loss!r}", graph)
     model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
