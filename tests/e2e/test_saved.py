@@ -2,11 +2,8 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +12,8 @@ from PIL import Image
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.json_files import read_json
-from cluster.system.ports import free_ports
 from tests.e2e.scenario import DATA
 from tests.golden import losses as golden
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -84,8 +79,8 @@ def evaluate(program: str, *arguments: Path) -> list:
 
 @pytest.fixture(scope="module")
 def version(clusters, alone, tmp_path_factory) -> Path:
-    """A version of a served model: of the one at SERVING_URL if there is one, which serves MODEL_DIR."""
-    folder = Path(os.environ["MODEL_DIR"] if "SERVING_URL" in os.environ else tmp_path_factory.mktemp("models"))
+    """A version of a model in the layout of TensorFlow Serving."""
+    folder = tmp_path_factory.mktemp("models")
     before = (alone.export / "saved_model.pb").stat().st_mtime_ns
     *exported, added = clusters.invoke("export", alone.name, f"--serving={folder}").splitlines()
     assert "step 20" in exported[-1]
@@ -95,39 +90,6 @@ def version(clusters, alone, tmp_path_factory) -> Path:
 
 def test_a_served_version_must_give_what_the_model_gives_also_inside_of_a_strategy(alone, version):
     assert 32 == len(evaluate(SERVE, version, alone.path, DATA, save_images(alone)))
-
-
-@pytest.fixture
-def server(version) -> Iterator[str]:
-    """The address of a model that TensorFlow Serving serves."""
-    if url := os.environ.get("SERVING_URL"):
-        yield url
-        return
-    if (program := shutil.which("tensorflow_model_server")) is None:
-        pytest.skip("SERVING_URL names no server, and tensorflow_model_server is not installed")
-    rest, grpc = free_ports(2)
-    options = (f"--rest_api_port={rest}", f"--port={grpc}", "--model_name=model", f"--model_base_path={version.parent}")
-    process = subprocess.Popen([program, *options])
-    yield f"http://127.0.0.1:{rest}/v1/models/model"
-    process.kill()
-    process.wait()
-
-
-def test_a_server_must_answer_as_the_model(alone, version, server):
-    wait_for(lambda: is_served(server, version), "the server to load the version", 60)
-    expected = evaluate(SERVE, version, alone.path, DATA, save_images(alone))
-    body = json.dumps({"instances": np.load(alone.path / "images.npy").tolist()}).encode()
-    with urllib.request.urlopen(f"{server}:predict", body) as answer:
-        np.testing.assert_allclose(json.load(answer)["predictions"], expected, rtol=1e-4, atol=1e-5)
-
-
-def is_served(url: str, version: Path) -> bool:
-    try:
-        with urllib.request.urlopen(url) as answer:
-            states = json.load(answer)["model_version_status"]
-    except OSError:
-        return False
-    return any(state["version"] == version.name and state["state"] == "AVAILABLE" for state in states)
 
 
 @pytest.mark.extended

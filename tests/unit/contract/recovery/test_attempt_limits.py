@@ -1,6 +1,5 @@
 """How often what failed is started again: what counts, what progress is, its record, and that no storm ends a run."""
 
-import random
 import signal
 import subprocess
 import sys
@@ -10,13 +9,8 @@ import pytest
 from cluster.contract.recovery import attempt_limits, ends, step_record
 from cluster.contract.recovery.attempt_limits import EXTERNAL, LOST_CONTACT, PROGRAM_FAILURE, EndedAttempt
 from cluster.contract.recovery.step_record import RecordedStep, StepRecord
-from cluster.contract.run.folder import RunFolder
 from cluster.system.files import ROOT
-from cluster.system.json_files import write_json
 from tests.support.beats import restarter_of
-from train.loops import loop
-from train.loops.actions import EndTraining
-from train.loops.steps import LoopResult, Request, Signals, no_request
 
 
 def own(last_step: int, saved: int = -1) -> EndedAttempt:
@@ -90,59 +84,6 @@ def test_failures_before_a_resume_do_not_count(run):
     run.begin_generation(3, resumed=True)
     assert [] == attempt_limits.attempts_of_gang(run, 3) == attempt_limits.attempts_of_task(run, "worker-0")
     assert 0 == attempt_limits.count_restarts(run, "worker-0")
-
-
-class Recorder(loop.Periodic):
-    """Records every step, and saves after so many."""
-
-    def __init__(self, run: RunFolder, save_every: int) -> None:
-        super().__init__(loop.every(save_every))
-        self._run, self._record = run, StepRecord(run, "chief", run.generation)
-
-    def after(self, progress: loop.CallProgress) -> None:
-        self._record.done(progress.step)
-        if self.due(progress):
-            (self._run.checkpoints / f"ckpt-{progress.step}.json").write_text("{}")
-
-
-TOTAL = 400
-
-
-def attempt(run: RunFolder, crash_at: int, steps_per_loop: int, save_every: int, killed_after: int | None) -> str:
-    """Train until a step that always fails, or a kill, by the real loop, records and decisions; return whose doing."""
-    generation, first, recovery = run.generation, max(run.saved_steps, default=0), restarter_of(run)
-
-    def steps(done: int, count: int, _request: Request) -> LoopResult:
-        import numpy as np
-
-        for step in range(done + 1, done + count + 1):
-            if killed_after is not None and step > first + killed_after:
-                raise KeyboardInterrupt
-            if step == crash_at:
-                raise RuntimeError
-        return LoopResult({"loss": np.zeros(count, np.float32)}, Signals())
-
-    actions = [Recorder(run, save_every), EndTraining(TOTAL, lambda: False)]
-    single = step_record.single_steps(run, generation, steps_per_loop)
-    with pytest.raises((RuntimeError, KeyboardInterrupt)) as ended:
-        loop.Loop(first, actions, steps_per_loop=steps_per_loop, single=single).run(steps, no_request)
-    kind = PROGRAM_FAILURE if ended.type is RuntimeError else EXTERNAL
-    recovery.restart_gang(generation, recovery.end(generation, kind, "it died"))
-    return kind
-
-
-@pytest.mark.parametrize("killed_share", [0, 0.6])
-@pytest.mark.parametrize("seed", range(10))
-def test_a_step_that_always_fails_ends_the_run_within_five_attempts_whatever_kills_it(make_run, seed, killed_share):
-    draw, run = random.Random(seed), make_run(workers=0)
-    write_json(run.control / "started.json", {"max_external_restarts": 1000})  # most kills come before any progress
-    crash_at, *settings = draw.randint(1, TOTAL), draw.choice([1, 7, 25, TOTAL]), draw.randint(3, 500)
-    failures, killed_after = 0, None
-    while run.outcome is None:
-        failures += attempt(run, crash_at, *settings, killed_after) == PROGRAM_FAILURE
-        killed_after = draw.randint(0, 60) if draw.random() < killed_share else None
-    assert 4 <= failures <= 5
-    assert ("failed", crash_at - 1) == (run.outcome.state, run.outcome.step)
 
 
 def test_two_tasks_that_fail_together_count_once(run):
