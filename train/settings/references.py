@@ -127,5 +127,7 @@ def _names(source: Path) -> set[str] | None:
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"{source}: {error}; fix it and try again") from None
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree))
-    return None if star or "__getattr__" in names else names
+    nodes = list(ast.walk(tree))
+    star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes)
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return None if star or "__getattr__" in names or used & {"exec", "globals", "setattr", "vars"} else names

@@ -64,6 +64,10 @@ def test_names_inside_of_functions_and_classes_are_not_the_modules(write):
         "model: int = 1",
         "from math import *",  # what that brings is not known without running it
         "def __getattr__(name): return 1",
+        "globals()['model'] = 1",
+        "vars()['model'] = 1",
+        "exec('model = 1')",
+        "import sys\nsetattr(sys.modules[__name__], 'model', 1)",
     ],
 )
 def test_a_name_can_come_in_other_ways(text, write):
