@@ -80,7 +80,7 @@ def random_place(
 
 
 def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
-    """Return a seed `[2] uint32` for the next draw of a generator."""
+    """Return a seed `[2]`, 32 bits each in the type of Keras's seeds, for the next draw of a generator."""
     place = _place.get()
     if place is None:
         return _keras_next_seed(generator, ordered)
@@ -92,7 +92,8 @@ def _next_seed(generator: keras.random.SeedGenerator, ordered: bool = True) -> t
     if place.micro_batch is not None:
         draw += place.micro_batch * _DRAWS
     key = tf.stack([draw, place.step * 65_537 + place.replica])
-    return tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
+    seed = tf.random.stateless_uniform([2], key, minval=None, maxval=None, dtype=tf.uint32, alg="philox")
+    return tf.cast(seed, generator.state.dtype)
 
 
 def _is_in_loop(outside: tf.Graph) -> bool:

@@ -56,6 +56,7 @@ def test_a_draw_in_each_iteration_of_a_loop_is_refused() -> None:
         lambda: layers.LSTM(2, dropout=0.5, recurrent_dropout=0.5),
         lambda: layers.Bidirectional(layers.RNN([layers.GRUCell(2, dropout=0.5), layers.LSTMCell(2, dropout=0.5)])),
         lambda: layers.TimeDistributed(layers.Dropout(0.5)),
+        layers.RandomElasticTransform,  # combines the seed with whole numbers
     ],
 )
 def test_layers_that_draw_before_their_loop_are_not_refused(layer: Callable[[], keras.Layer]) -> None:
