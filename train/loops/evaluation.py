@@ -74,9 +74,9 @@ def add_totals(
     """Write a batch's weighted sums of reported values, and of examples or unmasked positions, to row `place`."""
     totals_M2 = []
     for function in objective.reported.values():
-        with masks.sum_only() as counts:
+        with masks.sum_only() as found:
             values_B = function(examples.labels, outputs_BK)
-        counts_B = counts[0] if counts else tf.ones_like(examples.weights)
+        counts_B = masks.count_by_example(found[0]) if found else tf.ones_like(examples.weights)
         totals_M2.append([tf.reduce_sum(values_B * examples.weights), tf.reduce_sum(counts_B * examples.weights)])
     return tf.tensor_scatter_nd_update(totals_N2M, [[place]], [tf.transpose(totals_M2)])
 

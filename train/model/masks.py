@@ -28,6 +28,14 @@ def mask_of(output: Any) -> tf.Tensor | None:
     return getattr(output, "_keras_mask", None)
 
 
+def of_values(values: Any, outputs: Any) -> tf.Tensor | None:
+    """Return the mask of values of outputs, which excludes what the mask of either does, as in Keras."""
+    mask, own = mask_of(outputs), mask_of(values)
+    if own is None or own is mask:
+        return mask
+    return own if mask is None else mask & own
+
+
 def may_begin_in(model: keras.Model) -> bool:
     """Whether a layer of a model may create a mask. The symbolic outputs of nested models do not show that."""
 
@@ -101,15 +109,20 @@ def average_over_batch(outputs: Sequence[Any]) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def sum_only() -> Iterator[list[tf.Tensor]]:
-    """Sum instead of averaging; yield a list that receives the unmasked positions, `[B] float32`, of masked outputs."""
-    counts: list[tf.Tensor] = []
+    """Sum instead of averaging; yield a list that receives the masks of what is summed."""
+    found: list[tf.Tensor] = []
 
     def record(mask: tf.Tensor) -> float:
-        counts.append(_over_positions(tf.reduce_sum, tf.cast(mask, tf.float32)))
+        found.append(mask)
         return 1.0
 
     with _set(_positions, record):
-        yield counts
+        yield found
+
+
+def count_by_example(mask: tf.Tensor) -> tf.Tensor:
+    """Return the number of unmasked positions of each example, `[B] float32`."""
+    return _over_positions(tf.reduce_sum, tf.cast(mask, tf.float32))
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def _user_metrics(reference: str, taken: Collection[str]) -> dict[str, PerExampl
         )
     if duplicates := [name for name in functions if name in taken]:
         raise UsageError(f"--metrics {reference!r}: {duplicates[0]!r} is reported anyway; give it another name")
-    return {name: Averaged(tf.function(function)) for name, function in functions.items()}
+    return {name: Averaged(_converted(function)) for name, function in functions.items()}
 
 
 def build_by_name(loss: str, *, classifies: bool, shapes: Shapes | None = None) -> Objective:
@@ -182,8 +182,7 @@ def _scored(total: PerExample, scores: Mapping[str, tuple[PerExample, str]]) -> 
 def _loss(loss: str) -> PerExample:
     if loss in LOSSES:
         return Averaged(LOSSES[loss])
-    # The user's function may branch on tensors, which autograph must convert; its callers are not converted.
-    function = tf.function(references.load_object("--loss", loss))
+    function = _converted(references.load_object("--loss", loss))
 
     def values(labels: Named, outputs: Named) -> tf.Tensor:
         losses, mask = function(labels, outputs), masks.mask_of(outputs)
@@ -195,6 +194,16 @@ def _loss(loss: str) -> PerExample:
         return losses
 
     return Averaged(values)
+
+
+def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a user's function converted by autograph, as it may branch on tensors; its callers are not converted.
+
+    Outputs would enter a `tf.function` without the logits of their softmax or sigmoid, which Keras attaches to them for
+    its cross entropies, and values would leave it without their mask.
+    """
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
 def _usual_loss(classifies: bool) -> str:
@@ -275,7 +284,8 @@ class Averaged:
 
     def __call__(self, labels: Named, outputs: Named) -> tf.Tensor:
         """Return the averages `[B] float32`; as in Keras, values may have any type, such as bool."""
-        return masks.average_by_example(tf.cast(self.values(labels, outputs), tf.float32), masks.mask_of(outputs))
+        values = self.values(labels, outputs)
+        return masks.average_by_example(tf.cast(values, tf.float32), masks.of_values(values, outputs))
 
 
 def _without_last_axis(labels: tf.Tensor, outputs_BK: tf.Tensor) -> tf.Tensor:

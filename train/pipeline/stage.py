@@ -75,7 +75,7 @@ class StageGraph:
             with placed_seeds.random_place(tf.zeros_like(batch), batch, drawn=stage_model.drawn):
                 return model(values, training=False)
 
-        self.predict = never_inlined(predict)
+        self.predict = predict if self._last else never_inlined(predict)  # a function would lose the last's logits
         """(inputs of the stage, number of the batch) -> its outputs, for batches of any size."""
 
     def _batch(self, step: tf.Tensor, at: tf.Tensor) -> Batch:

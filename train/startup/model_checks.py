@@ -1,14 +1,12 @@
-"""Checks of a run's model, loss and metrics before the run starts.
+"""Checks of a run's model before the run starts, and of its loss and metrics by `loss_checks.py`.
 
-The model must take the data, and be trainable in parts or in stages; the loss must take labels and outputs as the
-loops pass them.
+The model must take the data, and be trainable in parts or in stages.
 """
 
 import contextlib
 import functools
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +15,21 @@ import tensorflow as tf
 from tensorflow import keras
 
 from cluster.contract.compatibility import precision_of
-from cluster.system.errors import ClusterError, UsageError
-from cluster.system.messages import described
+from cluster.system.errors import UsageError
 from train import named, patches, random_operations
 from train.config import TrainConfig
 from train.data import feeds, opening
-from train.data.batches import BatchSlice
 from train.data.sources import Source
 from train.model import input_types, layer_state, masks, models, objectives, optimizers
 from train.model.export import is_legacy
-from train.model.objectives import Averaged, Objective
 from train.named import Named
 from train.pipeline.model_blocks import ObservingScope, rebuild_with_shape
 from train.pipeline.stage_models import describe_partition, without_values
 from train.settings import parts
-from train.startup import fit_checks, preload, primitives
+from train.startup import fit_checks, loss_checks, preload, primitives
 from train.strategy import precision_policy
 
-EXAMPLES = 2
 COMPUTES = {"bf16": "bfloat16", "fp16": "float16"}
-"""Size of the batch for checks of shapes."""
 
 
 def check_parts(
@@ -102,9 +95,13 @@ def check_parts(
     objectives.check_outputs(config, source.num_outputs, shapes)
     objective = objectives.build_configured(config, classifies=source.classifies, shapes=lambda: shapes)
     _check_logits(config, model, source.feature_shape, cut=bool(stages))
-    graph = check_objective(config, objective, source, outputs, strategy=strategy, num_parts=num_parts)
+    traced = _trace_model(model, source.feature_shape, cut=bool(stages))
+    model_graph, (_, output_masks) = traced.graph, traced.structured_outputs
+    graph = loss_checks.check_objective(
+        config, objective, source, outputs, output_masks, strategy=strategy, num_parts=num_parts
+    )
+    random_operations.warn_of_assigning(f"--loss {config.loss!r}", graph)
     random_operations.warn_of_drawing(f"--loss {config.loss!r}", graph)
-    model_graph = _trace_model(model, source.feature_shape, cut=bool(stages)).graph
     _warn_of_tensorflow(config, model, model_graph)
     _check_assigned_weights(config, model, model_graph, 0 if stages else num_parts)
     if config.loop == "fit" and (method := models.find_override(model)):
@@ -140,7 +137,7 @@ def _check_logits(config: TrainConfig, model: keras.Model, feature_shape: Named,
     if ":" not in config.model or logits not in losses.values():
         return
 
-    outputs = _trace_model(model, feature_shape, cut=cut, training=False).structured_outputs
+    outputs, _ = _trace_model(model, feature_shape, cut=cut, training=False).structured_outputs
     for head, output in outputs.items() if isinstance(outputs, Mapping) else [("", outputs)]:
         made = getattr(output, "op", None) if losses.get(head, losses.get("")) == logits else None
         while made is not None and made.type in ("Identity", "Cast", "Reshape", "Squeeze"):
@@ -252,139 +249,21 @@ def _warn_of_tensorflow(config: TrainConfig, model: keras.Model, graph: tf.Graph
 
 
 def _trace_model(model: keras.Model, feature_shape: Named, *, cut: bool, training: bool = True) -> Any:
+    """Trace a model: features -> outputs, and a list of their masks."""
+
     def forward(features: Named) -> Any:
         with ObservingScope() if cut else contextlib.nullcontext():
-            return model(features, training=training)
+            outputs = model(features, training=training)
+            return outputs, [masks.mask_of(output) for output in tf.nest.flatten(outputs)]
 
     return _trace(forward, model, feature_shape)
 
 
 def _trace(function: Any, model: keras.Model, feature_shape: Named) -> Any:
-    """Trace a function of a model's features for a batch of `EXAMPLES`."""
+    """Trace a function of a model's features for a batch of `loss_checks.EXAMPLES`."""
 
     def spec(shape: tuple[int, ...], dtype: str) -> tf.TensorSpec:
-        return tf.TensorSpec([EXAMPLES, *shape], dtype)
+        return tf.TensorSpec([loss_checks.EXAMPLES, *shape], dtype)
 
     specs = named.each(spec, feature_shape, input_types.input_dtypes(model, feature_shape))
     return tf.function(function, autograph=False).get_concrete_function(specs)
-
-
-def check_objective(
-    config: TrainConfig, objective: Objective, source: Source, outputs: Any, *, strategy: str, num_parts: int
-) -> tf.Graph:
-    """Check that the loss and the metrics take labels and outputs, and return a value for each example.
-
-    `outputs` are the model's symbolic ones; a global batch has `num_parts` replicas, micro-batches or virtual shards.
-    Returns the graph of the loss.
-    """
-    output_masks = [masks.mask_of(output) for output in tf.nest.flatten(outputs)]
-    if config.needs_tf_keras(strategy) and any(mask is not None for mask in output_masks):
-        raise UsageError(
-            f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"
-        )
-    mask_specs = [_spec(mask, tf.bool) for mask in output_masks]
-    labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0)).element_spec.labels
-    outputs = tf.nest.map_structure(_spec, outputs)
-    graph = _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
-    random_operations.warn_of_assigning(f"--loss {config.loss!r}", graph)
-    if num_parts > 1 and _depends_on_others(labels, outputs, objective.loss):
-        print(
-            f"warning: --loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of "
-            f"the {num_parts} replicas, micro-batches or virtual shards sees only a part of that; a larger "
-            "--global-batch makes the parts larger",
-            file=sys.stderr,
-        )
-    for head, one in objective.heads.items():
-        _check_positions(f"--loss {config.loss!r}: {head}", labels[head], outputs[head], one.loss)
-    for name, metric in objective.metrics.items():
-        _check_function(f"--metrics {config.metrics!r}: {name}", labels, outputs, mask_specs, metric)
-    return graph
-
-
-def _spec(tensor: Any, dtype: Any = "float32") -> Any:
-    """Return the spec of a symbolic tensor for a batch of `EXAMPLES`; None for None."""
-    return None if tensor is None else tf.TensorSpec([EXAMPLES, *tensor.shape[1:]], dtype)
-
-
-def _check_function(
-    where: str, labels: Named, outputs: Named, output_masks: list[Any], function: Callable[..., Any]
-) -> tf.Graph:
-
-    def masked(labels: Named, outputs: Named, output_masks: list[Any]) -> Any:
-        for output, mask in zip(tf.nest.flatten(outputs), output_masks, strict=True):
-            if mask is not None:
-                output._keras_mask = mask
-        return function(labels, outputs)
-
-    try:
-        concrete = tf.function(masked, autograph=False).get_concrete_function(labels, outputs, output_masks)
-        losses = concrete.structured_outputs
-    except ClusterError:
-        raise
-    except BaseException as error:
-        raise UsageError(f"{where} fails on {_compared(labels, outputs)}: {described(error)[-300:]}") from None
-    shape = getattr(losses, "shape", None)
-    if shape is None or not shape.is_compatible_with([EXAMPLES]):
-        returned = type(losses).__name__ if shape is None else f"shape {shape}"
-        raise UsageError(
-            f"{where} returns {returned} for {EXAMPLES} examples; expected ({EXAMPLES},), a value for each"
-        )
-    _check_positions(where, labels, outputs, function)
-    return concrete.graph
-
-
-def _check_positions(where: str, labels: Named, outputs: Named, function: Callable[..., Any]) -> None:
-    """Check that a function does not compare the labels of each example with the outputs of all."""
-    if not isinstance(function, Averaged):
-        return
-
-    def shape(examples: int) -> Any:
-        specs = tf.nest.map_structure(
-            lambda spec: None if spec is None else tf.TensorSpec([examples, *spec.shape[1:]], spec.dtype),
-            [labels, outputs],
-        )
-        return tf.function(function.values).get_concrete_function(*specs).structured_outputs.shape
-
-    if (few := shape(EXAMPLES))[1:] != shape(EXAMPLES + 1)[1:]:
-        raise UsageError(
-            f"{where} returns {few} for {EXAMPLES} examples, as {_compared(labels, outputs)} broadcast to all pairs of "
-            "examples; give both the same shape, such as by labels[:, None]"
-        )
-
-
-def _depends_on_others(labels: Named, outputs: Named, loss: Callable[..., Any]) -> bool:
-    """Whether the loss of an example depends on the other examples of a batch, tested with random numbers."""
-    random = np.random.default_rng(0)
-
-    def drawn(spec: Any) -> Any:
-        if spec is None:
-            return None
-        size = [3, *spec.shape[1:]]
-        return tf.constant(
-            random.normal(size=size) if spec.dtype.is_floating else random.integers(0, 2, size), spec.dtype
-        )
-
-    def first(*places: int) -> float:
-        """Return the loss of the first of some of the examples."""
-        batch = tf.nest.map_structure(lambda all_3: None if all_3 is None else tf.gather(all_3, places), three)
-        return float(loss(*batch)[0])
-
-    three = tf.nest.map_structure(drawn, [labels, outputs])
-    try:
-        one, other = first(0, 1), first(0, 2)
-    except BaseException:  # it may accept only some numbers
-        return False
-    return math.isfinite(one) and not math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
-
-
-def _compared(labels: Named, outputs: Named) -> str:
-    return f"labels {_described(labels)} and outputs {_described(outputs, dtype=False)}"
-
-
-def _described(specs: Named, *, dtype: bool = True) -> str:
-    descriptions = [
-        f"{which.strip()} {spec.dtype.name if dtype else ''} [{', '.join(['B', *map(str, spec.shape[1:])])}]"
-        for which, item in named.in_words(specs).items()
-        for spec in (item if isinstance(item, list | tuple) else [item])
-    ]
-    return " ".join(", ".join(descriptions).split())

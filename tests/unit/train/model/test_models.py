@@ -18,7 +18,7 @@ from cluster.system.errors import UsageError
 from tests.support import own_module, small_training
 from train import patches, program
 from train.config import TrainConfig, Transformer
-from train.loops import train_step
+from train.loops import compiling, train_step
 from train.loops.evaluation import new_evaluation
 from train.model import input_types, masks, models, objectives, optimizers
 from train.model.architectures import transformer_lm
@@ -198,6 +198,43 @@ def test_a_users_loss_keeps_the_score_of_the_data(classifies, monkeypatch):
         called(tf.zeros([2]), tf.constant([[2.0], [3.0]]) * s).numpy().tolist() for s in (1.0, -1.0)
     ]
     assert ("accuracy" if classifies else "absolute_error") == objective.score_name
+
+
+ENTROPY = "keras.losses:binary_crossentropy"
+
+
+@pytest.mark.parametrize("sigmoid", [keras.activations.sigmoid, tf.nn.sigmoid])
+@pytest.mark.parametrize(
+    "function_of",
+    [lambda one: one.loss, lambda one: one.metrics["entropy"], lambda one: compiling._Loss(one.loss)],
+)
+def test_a_cross_entropy_of_keras_takes_the_logits_of_probabilities_and_their_mask(monkeypatch, sigmoid, function_of):
+    """Probabilities that are 1 in float32 have no other gradient. By our steps, an evaluation and `fit`."""
+    own_module.put(monkeypatch, "own_metrics", made=lambda: {"entropy": keras.losses.binary_crossentropy})
+    config = TrainConfig(loss=ENTROPY, metrics="own_metrics:made")
+    objective = objectives.build_configured(config, classifies=False, shapes=lambda: ((1,), (1,)))
+
+    def step(logits: tf.Tensor) -> tf.Tensor:
+        outputs = sigmoid(logits)
+        outputs._keras_mask = mask = tf.constant([True, False])
+        losses = function_of(objective)(tf.zeros([2, 1]), outputs)
+        assert masks.mask_of(outputs) is mask
+        return tf.reduce_mean(losses)
+
+    assert 100.0 == float(tf.function(step, autograph=False)(tf.constant([[100.0], [50.0]])))
+
+
+@pytest.mark.parametrize("kept", [[[True, True], [True, True]], [[True, True], [False, True]]])
+def test_a_class_that_a_loss_of_keras_ignores_does_not_count(monkeypatch, kept):
+    def loss(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True, ignore_class=9)
+
+    own_module.put(monkeypatch, "own_losses", loss=loss)
+    labels, outputs = tf.constant([[0, 1], [2, 9]]), tf.random.stateless_normal([2, 2, 3], [1, 2])
+    outputs._keras_mask = tf.constant(kept)
+    objective = objectives.build_by_name("own_losses:loss", classifies=True)
+    expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=9)(labels, outputs)
+    np.testing.assert_allclose(tf.reduce_mean(objective.loss(labels, outputs)), expected, rtol=1e-6)
 
 
 def test_a_loss_of_classes_refuses_other_labels():

@@ -1,7 +1,11 @@
 """What a plan says of the stages of a model, and which models are refused."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorflow import keras
 
 from cluster.contract.run.folder import RunFolder
@@ -11,6 +15,7 @@ from train import patches
 from train.config import Pipeline, TrainConfig, Transformer
 from train.model.architectures import transformer_lm
 from train.pipeline import model_blocks, stage_models
+from train.pipeline.stage import StageGraph
 
 SIZE = {"layers": 2, "width": 8, "heads": 2}
 CONFIG = TrainConfig(model="transformer_lm", global_batch=8, micro_batches=4, transformer=Transformer(**SIZE))
@@ -197,3 +202,17 @@ def test_masks_cross_with_the_tensors_between_stages(last):
         outputs = model_blocks.build_stage_model([block], number)(outputs)
     np.testing.assert_array_equal(model(tokens), outputs)
     assert not np.array_equal(model(tokens), model(np.where(tokens, tokens, 10)))
+
+
+def test_what_the_last_stage_predicts_keeps_the_logits_of_probabilities():
+    """For Keras's cross entropies, in evaluations."""
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.Dense(2, "softmax")(inputs))
+    held = SimpleNamespace(model=model, trained=[], drawn={})
+    stages = SimpleNamespace(models=[held], stages=1, pipeline=0, pipelines=1, device=lambda _number: None)
+    context: Any = SimpleNamespace(config=CONFIG, task_stages=stages)
+    unused: Any = (None, 0, None, None, None)
+    graph = StageGraph(context, *unused)
+    kept = []
+    tf.function(lambda values: kept.append(hasattr(graph.predict(values), "_keras_logits")))(tf.ones([2, 4]))
+    assert [True] == kept

@@ -188,8 +188,28 @@ def entropy(labels: Any, outputs: Any) -> Any:
     return -tf.math.log(tf.gather(outputs, labels, batch_dims=1))
 
 
+def ignoring(labels: Any, outputs: Any) -> Any:
+    return keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True, ignore_class=1)
+
+
+def of_sequence(_labels: Any, outputs: Any) -> Any:
+    return tf.reduce_sum(outputs[0], -1)
+
+
+def of_masked_sequence(labels: Any, outputs: Any) -> Any:
+    values = of_sequence(labels, outputs)
+    values._keras_mask = outputs[0]._keras_mask
+    return values
+
+
 def fails(labels: Any, outputs: Any) -> Any:
     raise ValueError("a\x1b[2Jb")
+
+
+def of_two(shape: Any, outputs: Any) -> keras.Model:
+    inputs = keras.Input(shape, dtype="int32")
+    sequence = layers.Embedding(10, 4, mask_zero=True)(inputs)
+    return keras.Model(inputs, (sequence, layers.Dense(outputs)(layers.GlobalAveragePooling1D()(sequence))))
 
 
 MODELS = {
@@ -212,6 +232,7 @@ MODELS = {
     "of_keras": chain(lambda: Counts(keras.Variable(0.0, trainable=False))),
     "normalized": chain(layers.BatchNormalization),
     "of_int32": of_int32,
+    "of_two": of_two,
     "in_float8": chain(lambda: layers.Dense(4, dtype="float8_from_float32")),
     "recomputed": chain(Recomputed),
     "by_loss": chain(ByLoss),
@@ -227,14 +248,17 @@ MODELS = {
 
 ACCUMULATING = Optimizer("tried_parts:accumulating")
 LISTED = {"source": "function", "dataset": "tried_parts:listed", "num_outputs": 2}
+MASKED = {"loss": "tried_parts:of_masked_sequence"}
+IGNORING = {"loss": "tried_parts:ignoring"}
 
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Tries a model of the above on some replicas."""
-    losses = {"of_pairs": of_pairs, "of_batch": of_batch, "entropy": entropy, "fails": fails}
-    module = own_module.put(monkeypatch, "tried_parts", **MODELS, **losses)
+    losses = (of_pairs, of_batch, entropy, fails, ignoring, of_sequence, of_masked_sequence)
+    module = own_module.put(monkeypatch, "tried_parts", **MODELS, **{loss.__name__: loss for loss in losses})
     module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
+    module.of_second = lambda labels, outputs: ignoring(labels, outputs[1])
     module.noisy = lambda labels, outputs: outputs[:, 0] + tf.random.uniform([])
     module.counts, module.generator = tf.Variable(0.0, name="counts"), keras.random.SeedGenerator(1)
     module.counting = lambda labels, outputs: outputs[:, 0] + module.counts.assign_sub(1.0)
@@ -283,6 +307,10 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("recomputed", {}, {"bitwise_elastic": 2}, "--bitwise-elastic: the gradient of .*kernel"),
         ("of_probabilities", {"loss": "tried_parts:entropy"}, {}, "softmax"),
         ("called", None, {}, "softmax"),
+        ("plain", IGNORING | {"replicas": 2}, IGNORING | {"micro_batches": 2}, "--loss .* mask"),
+        ("plain", IGNORING, IGNORING | {"bitwise_elastic": 2}, "--loss .* mask"),
+        ("of_two", {"loss": "tried_parts:of_second"}, {"loss": "tried_parts:of_sequence"}, "--loss .* mask"),
+        ("of_two", MASKED, MASKED | {"micro_batches": 2}, "--loss .* mask"),
         ("normalized", {}, {"loss": "tried_parts:of_pairs"}, "all pairs of examples"),
         ("normalized", {}, {"metrics": "tried_parts:metrics"}, "all pairs of examples"),
     ],
