@@ -278,6 +278,11 @@ class TrainConfig:
         return compatibility.scale_rate(rate, self.optimizer.scaling, self.global_batch, base_batch)
 
     @property
+    def evaluation_batch(self) -> int:
+        """The most test examples per replica and step: independent of the number of replicas, as the results are."""
+        return min(500, 4 * (self.global_batch // self.micro_batches // (self.bitwise_elastic or 1)))
+
+    @property
     def callbacks_set_rate(self) -> bool:
         """Whether callbacks may set the learning rate, which must then be a number without schedule or warm-up."""
         return bool(self.callbacks) and self.optimizer.schedule == "constant"

@@ -105,4 +105,5 @@ class TaskContext:
     def new_evaluation(self) -> Callable[[], dict[str, float]]:
         # Under parameter servers the chief evaluates alone, as it can read every variable.
         shared = None if self.asynchronous else self.gang
-        return evaluation.new_evaluation(shared, self.model, self.objective, self.source, self.positions)
+        batch = self.config.evaluation_batch
+        return evaluation.new_evaluation(shared, self.model, self.objective, self.source, batch, self.positions)

@@ -97,7 +97,7 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
         config, classifies=source.classifies, shapes=lambda: models.example_shapes(model, source)
     )
     try:
-        results = new_evaluation(None, model, objective, source)()
+        results = new_evaluation(None, model, objective, source, config.evaluation_batch)()
     except tf.errors.OpError as error:
         raise opening.explain(error) or error from None
     return {"run": run.name, "step": step, "examples": source.test_examples, **results}

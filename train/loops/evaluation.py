@@ -20,22 +20,21 @@ from train.named import Named
 from train.patches import placed_seeds
 from train.telemetry.positions import Positions
 
-MOST_EXAMPLES = 500
-"""Maximum number of test examples per replica and step."""
-
 
 def new_evaluation(
     strategy: tf.distribute.Strategy | None,
     model: keras.Model,
     objective: Objective,
     source: Source,
+    largest_batch: int,
     positions: Positions | None = None,
 ) -> Callable[[], dict[str, float]]:
     """Return a function that evaluates the model on every test example exactly once, at any replica count.
 
-    All tasks call it and share the work on the replicas of `strategy`; without one, this task does all the work.
+    All tasks call it and share the work on the replicas of `strategy`, in batches of at most `largest_batch` examples;
+    without a strategy, this task does all the work.
     """
-    replicas, batch = strategy.num_replicas_in_sync if strategy else 1, min(MOST_EXAMPLES, source.test_examples)
+    replicas, batch = strategy.num_replicas_in_sync if strategy else 1, min(largest_batch, source.test_examples)
     batches = eval_batches(source.test_examples, replica_batch=batch, num_replicas=replicas)
     feed = eval_feed(strategy, source, batch)
 

@@ -63,7 +63,8 @@ class PipelineSteps:
         context, pipelines = self._context, self._task_stages.pipelines
         if self._task_stages.whole:
             return context.new_evaluation()
-        examples, batch = context.source.examples("test"), min(evaluation.MOST_EXAMPLES, context.source.test_examples)
+        examples = context.source.examples("test")
+        batch = min(context.config.evaluation_batch, context.source.test_examples)
         assert examples is not None
         share = {"replica_batch": batch, "num_replicas": pipelines}
         rounds = eval_batches(context.source.test_examples, **share)

@@ -237,15 +237,14 @@ def test_signals_of_one_task_reach_every_task(source, where):
 
 
 @pytest.mark.parametrize("where", ["one", "mirrored-3"])
-def test_evaluation_takes_each_of_1003_examples_of_an_iterator_once(source, where, monkeypatch):
+def test_evaluation_takes_each_of_1003_examples_of_an_iterator_once(source, where):
     """Also the second time, and without the weights that the split has."""
     examples, model = source.examples("test"), new_model(0)
     expected = np.mean(np.argmax(model(examples.features), -1) == examples.labels.numpy())
     strategy = strategy_called(where)
     with strategy.scope():
         model = new_model(0)
-    monkeypatch.setattr(evaluation, "MOST_EXAMPLES", 100)
     positions, streamed = Positions(), dataclasses.replace(source, in_memory=False)
-    evaluate = evaluation.new_evaluation(strategy, model, OBJECTIVE, streamed, positions)
+    evaluate = evaluation.new_evaluation(strategy, model, OBJECTIVE, streamed, 100, positions)
     assert [pytest.approx(expected)] * 2 == [evaluate()["eval_accuracy"] for _ in range(2)]
     assert positions.current().batch == -(-1003 // (100 * (strategy.num_replicas_in_sync if strategy else 1))) - 1

@@ -268,6 +268,14 @@ def test_training_ends_after_its_epochs_or_its_steps(values, num_examples, expec
     assert 5 * values["global_batch"] / num_examples == config.epoch(5, num_examples)
 
 
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [({}, 500), ({"global_batch": 2}, 8), ({"global_batch": 96, "micro_batches": 3, "bitwise_elastic": 8}, 16)],
+)
+def test_an_evaluation_of_a_small_batch_needs_little_memory(values, largest):
+    assert largest == TrainConfig(**values).check().evaluation_batch
+
+
 def test_printing_the_configuration_does_not_import_tensorflow():
     lines = (
         "import sys; from train.__main__ import main; main(['--print-config']); print(*sys.modules, file=sys.stderr)"

@@ -75,7 +75,7 @@ def test_it_is_tried_evaluated_exported_and_predicted_by_name(source, tmp_path, 
     model_checks.check_parts(config(metrics="own_named:metrics"), strategy="one", data_dir=tmp_path)
     objective = objective_of(source, metrics="own_named:metrics")
     built = models.build_configured(config(), source.feature_shape, source.num_outputs)
-    results = evaluation.new_evaluation(None, built, objective, source)()
+    results = evaluation.new_evaluation(None, built, objective, source, 500)()
     assert {f"eval_{name}" for name in objective.reported} == set(results)
     heads = {"eval_kind_loss", "eval_size_loss", "eval_kind_accuracy", "eval_size_absolute_error"}
     assert {"eval_loss", "eval_both"} | heads == set(results)

@@ -137,7 +137,7 @@ def test_what_a_layer_draws_at_inference_is_the_same_in_each_evaluation(tmp_path
     source, model = small_training.prepare(tmp_path), keras.Sequential([keras.layers.Flatten(), Sampling()])
     loss = objectives.Averaged(lambda _labels, outputs: outputs)
     patches.apply()
-    measure = new_evaluation(None, model, objectives.Objective(loss, loss, "mean"), source)
+    measure = new_evaluation(None, model, objectives.Objective(loss, loss, "mean"), source, 500)
     state = global_seed_generator().state.numpy()
     first, second = measure(), measure()
     assert first["eval_loss"] == second["eval_loss"]
