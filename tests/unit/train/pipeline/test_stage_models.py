@@ -213,6 +213,6 @@ def test_what_the_last_stage_predicts_keeps_the_logits_of_probabilities():
     context: Any = SimpleNamespace(config=CONFIG, task_stages=stages)
     unused: Any = (None, 0, None, None, None)
     graph = StageGraph(context, *unused)
-    kept = []
-    tf.function(lambda values: kept.append(hasattr(graph.predict(values), "_keras_logits")))(tf.ones([2, 4]))
+    kept, first = [], tf.constant(0, tf.int64)
+    tf.function(lambda values: kept.append(hasattr(graph.predict(values, first), "_keras_logits")))(tf.ones([2, 4]))
     assert [True] == kept
