@@ -102,9 +102,8 @@ class Attempt:
         """Whether the tasks' memory has steps that no checkpoint has, and a stop still has time to save them."""
         if self.scripted or not self.spec.kind.synchronous or self.run.stop_s > SAVE_S:
             return False
-        begun = self.run.generation_record(self.generation)
         beat = self.run.heartbeat(Role.CHIEF.value if self.task.role.is_sidecar else self.task.name)
-        newest = max(begun.step if begun else 0, beat.step if beat else 0)
+        newest = max([beat.step if beat else 0, *(begun.step for begun in self.run.folder.generations())])
         keeps = self.run.folder.load_config().get("memory_snapshots")
         return bool(keeps) and newest > max(self.run.folder.saved_steps, default=0)
 

@@ -98,7 +98,8 @@ def _limit(group: Path) -> int:
 
 def _used(group: Path) -> int:
     used = _read(group, "memory.current", "memory.usage_in_bytes").strip()
-    cached = _counter(_read(group, "memory.stat", "memory.stat"), "inactive_file")
+    stat = _read(group, "memory.stat", "memory.stat")
+    cached = _counter(stat, "total_inactive_file") or _counter(stat, "inactive_file")  # v1's with those inside; v2's
     return (int(used) if used.isdecimal() else 0) - cached
 
 

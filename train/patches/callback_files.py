@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,8 @@ import tensorflow as tf
 
 BEGUN_S = 600.0
 """Longest time a task waits for the chief to name the folder of its backup."""
+SEEN_S = 75.0
+"""How long a network file system may hide the chief's backup: the default `acdirmax` of nfs(5) is a minute."""
 DELETED_S = 60.0
 """Longest time a task waits for the chief to delete a backup that it could otherwise restore again."""
 _PATHS = (
@@ -92,14 +94,11 @@ def _use_folder_of_chief(backup: Any, chief: bool) -> None:
         new.write_text(json.dumps([str(Path(backup.backup_dir).resolve()), _state(backup)]))
         new.replace(named)
         return
-    until = time.monotonic() + BEGUN_S
-    while not named.exists():
-        if time.monotonic() > until:
-            raise RuntimeError(f"the chief began no BackupAndRestore in {BEGUN_S:g} s; give the callback to every task")
-        time.sleep(0.02)
+    if not _wait_until(named.exists, BEGUN_S):
+        raise RuntimeError(f"the chief began no BackupAndRestore in {BEGUN_S:g} s; give the callback to every task")
     folder, state = json.loads(named.read_text())
     _move(backup, folder)
-    if _state(backup) != state:
+    if not _wait_until(lambda: _state(backup) == state, SEEN_S):
         raise RuntimeError(f"this task does not see the chief's backup in {folder}; use a folder in RUN_DIR")
 
 
@@ -150,13 +149,16 @@ def _end(backup: Any, logs: Any = None) -> None:
         else:
             backup._unpatched["on_train_end"](backup, logs)
         return
-    until = time.monotonic() + DELETED_S
-    while backup.delete_checkpoint and _is_left(backup) and time.monotonic() < until:
+    if backup.delete_checkpoint:
+        _wait_until(lambda: not any(Path(getattr(backup, name)).exists() for name in _PATHS), DELETED_S)
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether a condition becomes true; a script's process may have other modules of the name `cluster`."""
+    until = time.monotonic() + timeout_s
+    while not (value := condition()) and time.monotonic() < until:
         time.sleep(0.02)
-
-
-def _is_left(backup: Any) -> bool:
-    return any(Path(getattr(backup, name)).exists() for name in _PATHS)
+    return value
 
 
 def _move(backup: Any, folder: str) -> None:

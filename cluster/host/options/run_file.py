@@ -84,7 +84,8 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
     words = []
     for word in _words(train, "", path):
         name, equals, value = word.partition("=")
-        if (same := OVERRIDES.get(name)) and same.name in taken:
+        same = OVERRIDES.get(name)
+        if same and same.name in taken and bool(equals) is (same.types != (bool,)):
             options.setdefault(same.name, value if equals else True)
         else:
             words.append(word)

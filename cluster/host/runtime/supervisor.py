@@ -13,6 +13,7 @@ network, if it has one, so that all its descendants are in it.
 """
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -53,8 +54,10 @@ AGENT = "cluster.agent.agent"
 POLL_S = 0.05
 AGENT_STOPPED_S = 15.0
 """An agent that a signal has kept stopped for longer than this is replaced. The other agents notice a bit earlier."""
+REFUSED = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of a system that has no room for another process."""
 RETRY_S = 1.0
-"""How long no agent is started after the system has refused a process, such as for lack of memory."""
+"""How long no agent is started after such an error."""
 START_S = 120.0
 """Timeout for a live supervisor's first heartbeats, which take a few seconds at most on an idle machine."""
 
@@ -248,6 +251,8 @@ class Supervisor:
                 try:
                     self._start(name)
                 except OSError as error:
+                    if error.errno not in REFUSED:
+                        raise
                     print(f"the agent of {name} cannot be started: {error}; it is tried again", flush=True)
                     self._refused_at = time.monotonic()
                     return
