@@ -1,6 +1,7 @@
 """Elastic runs: a worker that stays away is left out, and the weights are those of an undisturbed run."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -43,15 +44,8 @@ def test_a_worker_that_never_comes_must_not_keep_the_run_or_change_a_bit(cluster
     monkeypatch.setenv("RUNS_DIR", str(clusters.runs_dir))
     monkeypatch.setenv("DATA_DIR", str(DATA))
     monkeypatch.setattr(supervisor, "start_supervisor", start_without)
-    request = Request(
-        name="short",
-        workers=2,
-        min_workers=1,
-        bitwise_elastic=4,
-        runtime="local",
-        tensorboard_port="0",
-        overrides=TRAINING,
-    )
+    size: dict[str, Any] = {"workers": 2, "min_workers": 1, "bitwise_elastic": 4}
+    request = Request(name="short", runtime="local", tensorboard_port="0", overrides=TRAINING, **size)
     startup.start(planning.plan(request), print, began=time.time())
     output = clusters.invoke("wait", "short", timeout_s=SLOW_MACHINE_S)
     assert "without worker-0 from step 0" in output

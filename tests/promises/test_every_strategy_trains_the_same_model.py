@@ -1,9 +1,6 @@
 """Every strategy that this machine can run trains, with both loops, to the results of the support table."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -13,7 +10,8 @@ from benchmarks import documents
 from cluster.host.checks import verify
 from cluster.host.checks.verify import Case
 from cluster.system import processes
-from tests.e2e.scenario import DATA, ROOT
+from tests.e2e.scenario import DATA
+from tests.support.command_line import invoke
 from tests.tools import strategies_page
 
 REFERENCE = Case("one", "custom")
@@ -55,15 +53,8 @@ def test_strategies_that_nothing_else_trains_with_must_be_ok_on_cpu(data, tmp_pa
 @pytest.mark.alone
 def test_verify_must_do_so_with_both_loops_in_less_than_five_minutes_and_leave_nothing(data, tmp_path):
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "invoke", "verify", "--json"],
-        cwd=ROOT,
-        env=os.environ | {"DATA_DIR": str(DATA), "RUNS_DIR": str(tmp_path / "runs"), "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=400,
-    )
-    assert 0 == done.returncode
+    done = invoke("verify", "--json", DATA_DIR=str(DATA), RUNS_DIR=str(tmp_path / "runs"), TMPDIR=str(tmp_path))
+    assert 0 == done.returncode, done.stderr
     assert time.monotonic() - began < 300
     check(json.loads(done.stdout)["rows"], verify.CASES)
     assert [] == list(tmp_path.iterdir())

@@ -54,10 +54,7 @@ def own(clusters, tmp_path_factory) -> Clusters:
 
 
 def train(own: Clusters, name: str, workers: int) -> RunFolder:
-    """Train to the end; 16 or 17 steps are an epoch, so checkpoints are inside epochs.
-
-    Both runs have the same configuration, so that the model is checked once.
-    """
+    """Train to the end; 16 or 17 steps are an epoch, so checkpoints are inside epochs."""
     options = (f"--workers={workers}", "--loop=fit", "--checkpoint-every=15")
     parts = ("--dataset=fit_parts:data", "--model=fit_parts:model", "--callbacks=fit_parts:callbacks")
     training = (f"--max-steps={STEPS}", "--epochs=100", "--global-batch=24", "--log-every=5", "--steps-per-loop=5")

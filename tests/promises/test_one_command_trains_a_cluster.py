@@ -43,12 +43,8 @@ def test_the_view_of_a_run_must_stay_while_tensorboard_starts(lines):
 
 def test_chief_and_two_workers_must_train_under_multi_worker_mirrored(three):
     ended = summary(three)
-    assert ("succeeded", "MultiWorkerMirroredStrategy", 3, STEPS) == (
-        ended["state"],
-        ended["strategy"],
-        ended["replicas"],
-        ended["steps"],
-    )
+    expected = {"strategy": "MultiWorkerMirroredStrategy", "replicas": 3, "steps": STEPS}
+    assert {"state": "succeeded", **expected}.items() <= ended.items()
     assert {"chief": 0, "worker-0": 0, "worker-1": 0} == ended["tasks"]
     assert ended["metrics"]["eval_loss"] < 2.2  # it was 2.3, the logarithm of 10 classes
     assert 0 < ended["startup_s"] < ended["wall_s"]
