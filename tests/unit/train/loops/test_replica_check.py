@@ -1,9 +1,9 @@
 """Silent corruption is found by a comparison of all copies of the weights, and the right task is named."""
 
-import contextlib
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import keras
 import numpy as np
@@ -137,26 +137,17 @@ def test_what_an_exchange_takes_longer_than_the_shortest_is_waiting_for_slower_t
 
 @pytest.mark.parametrize("has_callbacks", [False, True])
 def test_the_weights_are_compared_again_after_the_last_evaluation_and_before_callbacks_may_change_them(has_callbacks):
-    done = []
-    callbacks = SimpleNamespace(end=lambda _step, stopped: done.append("callbacks"))
-    report = SimpleNamespace(evaluated_at=0, evaluating=contextlib.nullcontext)
-    report.end = lambda _step, stopped: done.append(("export", stopped))
-    training = SimpleNamespace(
-        _check=SimpleNamespace(compare=lambda step, again=False: done.append(("compare", step, again))),
-        save=SimpleNamespace(saved_at=8, save=lambda _step: done.append("save")),
-        _evaluate=SimpleNamespace(evaluate=lambda _step: done.append("evaluate")),
-        report=report,
-        agree=lambda signals: signals,
-        callbacks=callbacks if has_callbacks else None,
-        _setup=SimpleNamespace(checkpoint=SimpleNamespace(release=lambda: done.append("written"))),
-        _context=SimpleNamespace(
-            task_stages=None, heartbeat=SimpleNamespace(update=lambda **to: done.append(to["state"]))
-        ),
-    )
+    training = MagicMock(**{"report.evaluated_at": 0, "save.saved_at": 8, "_context.task_stages": None})
+    training.agree, training.callbacks.end.return_value = lambda signals: signals, False
+    if not has_callbacks:
+        training.callbacks = None
     Training.end(training, 9, Stop.END)
-    first, last = ([], ["callbacks", "save"]) if has_callbacks else (["save"], [])
-    end = [*last, "saving", "written", ("export", False)]  # a slow disk is not a hang
-    assert [("compare", 9, False), *first, "evaluate", ("compare", 9, True), *end] == done
+    done = [each for each in training.mock_calls if "__" not in each[0] and each[0] != "report.evaluating"]
+    ended, saved = call.callbacks.end(9, stopped=False), call.save.save(9)
+    first, last = ([], [ended, saved]) if has_callbacks else ([saved], [])
+    compared = [call._check.compare(9), *first, call._evaluate.evaluate(9), call._check.compare(9, again=True), *last]
+    written = [call._context.heartbeat.update(state="saving"), call._setup.checkpoint.release()]  # not a hang
+    assert [*compared, *written, call.report.end(9, stopped=False)] == done
 
 
 @pytest.mark.parametrize("lost", [False, True])

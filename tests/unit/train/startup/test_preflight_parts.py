@@ -1,8 +1,4 @@
-"""Parts that do not fit each other, or that a step cannot divide, are refused before anything is started.
-
-That parts which fit pass, by the program that `up` runs: `test_primitives.py`. More refusals:
-`tests/differential/refused.py`.
-"""
+"""Parts that do not fit, or that a step cannot divide, are refused first; more: `tests/differential/refused.py`."""
 
 from __future__ import annotations
 
@@ -110,15 +106,6 @@ class Penalized(keras.Model):
         return super().compute_loss(*arguments, **named) + 1.0
 
 
-class Called(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.chances = layers.Dense(2, "softmax")
-
-    def call(self, inputs: Any) -> Any:
-        return self.chances(inputs)
-
-
 def bank(value: Any, **how: Any) -> layers.Layer:
     layer = layers.Identity(name="bank")
     layer.kept = [tf.Variable(value, trainable=False, **how)]
@@ -164,14 +151,11 @@ def penalized(shape: Any, outputs: Any) -> keras.Model:
     return Penalized(inputs, layers.Dense(outputs)(inputs))
 
 
-def with_optimizer(shape: Any, outputs: Any, *, built: bool = False, listed: bool = False) -> keras.Model:
-    model, optimizer = penalized(shape, outputs), keras.optimizers.SGD()
-    if listed:
-        model.others = {"first": optimizer}
-    else:
-        model.other = optimizer
+def with_optimizer(shape: Any, outputs: Any, *, built: bool = False) -> keras.Model:
+    model = penalized(shape, outputs)
+    model.other = keras.optimizers.SGD()
     if built:
-        optimizer.build(model.trainable_variables)
+        model.other.build(model.trainable_variables)
     return model
 
 
@@ -219,13 +203,11 @@ MODELS = {
     "compiled": compiled,
     "tested": lambda shape, outputs: WithTestStep([keras.Input(shape), layers.Dense(outputs)]),
     "of_probabilities": of_probabilities,
-    "called": lambda _shape, _outputs: Called(),
     "penalized": penalized,
     "stateful": lambda shape, outputs: chain(
         lambda: layers.Reshape((1, 2)), lambda: layers.LSTM(2, stateful=True, name="memory")
     )(shape, outputs, batch_size=2),
     "with_optimizer": with_optimizer,
-    "with_listed_optimizer": functools.partial(with_optimizer, listed=True),
     "with_built_optimizer": functools.partial(with_optimizer, built=True),
     "inside": chain(CountsInside),
     "summed": chain(lambda: Counts(tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.SUM))),
@@ -292,21 +274,18 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("of_int32", {"largest": 2**31 - 1}, {"largest": 2**31}, str(2**31)),
         ("plain", {"global_batch": 4, "replicas": 2}, {"global_batch": 3}, "expected 1 to 2"),
         ("plain", {"global_batch": 8, "micro_batches": 4}, {"global_batch": 8, "micro_batches": 2}, "expected 1 to 2"),
-        ("plain", LISTED | {"global_batch": 4, "replicas": 2}, LISTED | {"global_batch": 3}, "expected 1 to 2"),
         ("plain", LISTED, LISTED | {"global_batch": 4, "micro_batches": 2}, "expected 1 to 2"),
         ("plain", {}, {"loss": "tried_parts:scalar"}, "--loss"),
         ("plain", {}, {"loss": "tried_parts:fails"}, "--loss"),
         ("in_half", {"precision": "fp16"}, {}, "--precision fp16"),
         ("stateful", None, {}, "'memory' is stateful"),
         ("with_optimizer", None, {"loop": "fit"}, r"Penalized.other .* build\(variables\)"),
-        ("with_listed_optimizer", None, {"loop": "fit"}, r"Penalized.others .* build\(variables\)"),
         ("moving", {"replicas": 2}, {"micro_batches": 2}, "assigns the weight .*/center"),
         ("in_float8", None, {}, "float8"),
         ("growing", None, {}, r"bank.kept\[0\]"),
         ("of_words", None, {}, r"bank.kept\[0\]"),
         ("recomputed", {}, {"bitwise_elastic": 2}, "--bitwise-elastic: the gradient of .*kernel"),
         ("of_probabilities", {"loss": "tried_parts:entropy"}, {}, "softmax"),
-        ("called", None, {}, "softmax"),
         ("plain", IGNORING | {"replicas": 2}, IGNORING | {"micro_batches": 2}, "--loss .* mask"),
         ("plain", IGNORING, IGNORING | {"bitwise_elastic": 2}, "--loss .* mask"),
         ("of_two", {"loss": "tried_parts:of_second"}, {"loss": "tried_parts:of_sequence"}, "--loss .* mask"),
