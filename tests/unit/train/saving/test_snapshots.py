@@ -122,13 +122,6 @@ def test_a_rehearsed_step_leaves_no_bit_changed(seed):
     assert before == bits(variables)
 
 
-def test_a_newer_checkpoint_is_preferred(files):
-    own, variables = files(), state(1)
-    alone(own, variables).write(7)
-    assert 7 == alone(own, variables).restore(7)
-    assert alone(own, variables).restore(8) is None
-
-
 def test_the_state_of_other_variables_is_not_restored(files):
     own = files()
     alone(own, {"a": tf.Variable(1.0)}).write(7)
