@@ -1,7 +1,4 @@
-"""Steps of several replicas, micro-batches and virtual shards: their bits, memory, precision, feeds and signals.
-
-That their numbers are those of plain Keras is what `tests/differential` shows.
-"""
+"""Steps of replicas, micro-batches and virtual shards: bits, memory, signals; their numbers: `tests/differential`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -223,10 +220,7 @@ SIGNALS = ((NO, NO, NO), (NO, YES, NO), (YES, NO, YES), (NO, NO, YES), (YES, YES
 
 @pytest.mark.parametrize("where", ["one", "mirrored-3", "central-3"])
 def test_signals_of_one_task_reach_every_task(source, where):
-    """From a call of the inner loop and from asking: nothing, a checkpoint, an end, and both.
-
-    Every replica of the task reports what it wants, so that several of them come back added up.
-    """
+    """Every replica of the task reports what it wants, so that several of them come back added up."""
     run, strategy = training(where, source, PLAIN).run, strategy_called(where)
     expected = [steps.Signals(*signals) for signals in SIGNALS]
     agree = steps.agreement(strategy)

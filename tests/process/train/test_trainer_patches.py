@@ -55,10 +55,7 @@ def normalized(name: str, *, synchronized: bool = True, masked: bool = True, mea
 
 
 def dropped(name: str) -> dict[str, Any]:
-    """Return which units Dropout keeps, by step and replica, and the state of its generator before and after.
-
-    At the steps 0, 1 and 0 again; of two layers, the second called twice.
-    """
+    """Return which units of two layers Dropout keeps, the second called twice, and their generators' states."""
     strategy = strategy_called(name)
     with strategy.scope():
         first, second = (keras.layers.Dropout(0.5, seed=seed) for seed in (1, 2))

@@ -42,7 +42,6 @@ def test_the_reason_is_one_short_line(text, reason):
 @pytest.mark.parametrize(
     ("problem", "advice"),
     [
-        (f"ckpt; {os.strerror(errno.EDQUOT)}", "free space"),
         (f"ckpt; {os.strerror(errno.ENOSPC)}", "free space"),
         (f"ckpt; {os.strerror(errno.EMFILE)}", "None"),  # another attempt may have less of them
         ("OOM when allocating tensor with shape[9]", "smaller batch"),

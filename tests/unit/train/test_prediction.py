@@ -71,7 +71,6 @@ def test_an_example_is_taken_if_the_input_can_hold_its_values(make_run, tmp_path
 @pytest.mark.parametrize(
     ("shape", "names", "lines"),
     [
-        ((3,), None, 3),
         ((), None, 1),
         ((2, 4, 3), None, 2),
         ((3,), ["a", "b", "c"], 3),

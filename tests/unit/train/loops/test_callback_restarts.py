@@ -163,10 +163,7 @@ def test_each_callback_continues_the_one_of_its_class_and_place_in_the_checkpoin
 
 
 def test_what_callbacks_do_to_the_weights_at_the_end_is_done_once(train, tmp_path):
-    """A task that dies before it could say that it has finished starts once more.
-
-    The evaluation that follows is without callbacks: TensorBoard has closed its files.
-    """
+    """A task that dies before it could say that it has finished starts once more."""
 
     class Halve(keras.callbacks.Callback):
         def on_train_end(self, logs: Any = None) -> None:
@@ -182,10 +179,7 @@ def test_what_callbacks_do_to_the_weights_at_the_end_is_done_once(train, tmp_pat
 @pytest.mark.extended
 @pytest.mark.parametrize(("loop", "stop_at"), [("custom", 8), ("fit", 7)])
 def test_a_stopped_run_reports_no_metrics_of_an_earlier_step_and_keeps_its_weights(train, own_parts, loop, stop_at):
-    """Step 8 is that of an evaluation, which the stop comes before; the best weights are not taken by a stop.
-
-    The resumed run makes up for the evaluation.
-    """
+    """Step 8 is that of an evaluation, which the resumed run makes up for; a stop does not take the best weights."""
     options = {"loop": loop, "evaluate_every": 4, "steps_per_loop": 1}
     best = {"monitor": "val_loss", "mode": "max", "patience": 3, "restore_best_weights": True}
     early = keras.callbacks.EarlyStopping(**best)

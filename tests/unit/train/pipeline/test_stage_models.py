@@ -128,10 +128,8 @@ def test_the_tasks_take_the_recorded_cut_if_the_number_of_stages_is_the_same(tmp
     ("model", "options", "stages", "named"),
     [
         (new_model, {}, 12, "--stages 12"),
-        (new_model, {"cut": "layer_9"}, 2, "layer_9"),
         (new_model, {"cut": "layer_0_attention_add"}, 2, "'embedding' and 'layer_0_attention'"),
         (not_a_chain, {}, 2, "'first' and 'features'"),
-        (not_a_chain, {"cut": "last"}, 2, "last"),
         (tied, {"schedule": "pipedream", "cut": "hidden"}, 2, "'embedding/embeddings'"),
         (normalized, {"remat": True}, 2, "'nested/normalization/moving_mean'"),
         (masked, {}, 2, "'last'"),
