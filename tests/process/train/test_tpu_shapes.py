@@ -16,7 +16,7 @@ from train import patches
 from train import strategy as strategies
 from train.config import TrainConfig
 from train.data import feeds, opening
-from train.data.batches import Batch, BatchSlice
+from train.data.batches import BatchSlice
 from train.data.prepare.preparation import write_arrays
 from train.data.sources import Source
 from train.loops import steps
@@ -95,22 +95,6 @@ def test_every_shape_that_an_update_sees_or_makes_is_static(source, strategy):
     assert len(made) > 100
     assert [] == dynamic
     assert np.isfinite(losses).all()
-
-
-def test_every_shape_that_an_evaluation_is_fed_is_static(source, strategy):
-    """Also in the last batch, which is padded."""
-    feed, shapes = feeds.eval_feed(strategy, source, 5), list[Any]()
-
-    @tf.function
-    def evaluate() -> Any:
-        def replica(batch: Batch) -> tf.Tensor:
-            shapes.extend(one.shape.as_list() for one in batch)
-            return batch.weights
-
-        return strategy.run(replica, args=(feed.next(),))
-
-    evaluate()
-    assert {"[5, 12, 12, 1]", "[5]"} == {str(shape) for shape in shapes}
 
 
 def test_an_update_can_be_compiled_whole_by_xla(source):

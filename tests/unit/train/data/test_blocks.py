@@ -12,7 +12,7 @@ from cluster.system.json_files import read_json
 from tests.support.listed_examples import ListedExamples, shard
 from train import program
 from train.config import TrainConfig
-from train.data import blocks, dataset_record, feeds
+from train.data import blocks, dataset_record
 from train.data.batches import BatchSlice, Replicas
 from train.data.dataset_record import ArrayRecord
 from train.data.opening import open_source
@@ -63,19 +63,6 @@ def test_a_flipped_bit_in_an_array_is_never_trained_on(data_dir, part, at, block
     with pytest.raises(RunFailed, match="invoke data.prepare --name mnist --fresh"):
         list(source.train_dataset(BATCHES).take(6))
     source.examples("test")
-
-
-def test_inside_a_graph_as_on_a_remote_worker_the_error_explains_itself(data_dir):
-    split = ArrayRecord.find(data_dir, "mnist").train
-    path = split.files[0].path
-    load = tf.data.Dataset.from_tensors(0).map(lambda _: feeds.load_examples(split).features)
-    assert path.read_bytes() == next(iter(load)).numpy().tobytes()
-    flip(path, 234)
-    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        next(iter(load))
-    known = program.explain(raised.value)
-    assert isinstance(known, RunFailed)
-    assert f"{path} is damaged in block 2 (from byte 200)" in str(known)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
