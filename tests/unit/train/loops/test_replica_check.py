@@ -103,14 +103,6 @@ def test_equal_copies_pass_and_zero_ends_the_checks():
     compare("chief", [0, 0, 5], interval=0)
 
 
-def test_a_step_is_compared_once_unless_it_is_to_be_compared_again():
-    gathered = []
-    check = ReplicaCheck(context_of(), list, lambda own: gathered.append(own) or [own] * 3)
-    for again in (False, False, True):
-        check.compare(3, again=again)
-    assert 2 == len(gathered)
-
-
 def test_the_heartbeat_of_a_task_that_waits_for_the_others_copies_says_so():
     positions, waiting = Positions(), []
 
@@ -123,8 +115,8 @@ def test_the_heartbeat_of_a_task_that_waits_for_the_others_copies_says_so():
     assert positions.current().left
 
 
-def test_what_an_exchange_takes_longer_than_the_shortest_is_waiting_for_slower_tasks(monkeypatch):
-    now, exchanges_s = [0.0], iter([3.0, 1.0, 2.5])
+def test_what_an_exchange_takes_beyond_the_shortest_is_waiting_and_a_step_is_compared_again_on_request(monkeypatch):
+    now, exchanges_s = [0.0], iter([3.0, 1.0, 2.5, 4.0])
 
     def gather(own: int) -> list[int]:
         now[0] += next(exchanges_s)
@@ -133,6 +125,7 @@ def test_what_an_exchange_takes_longer_than_the_shortest_is_waiting_for_slower_t
     monkeypatch.setattr(replica_check, "time", SimpleNamespace(monotonic=lambda: now[0]))
     check = ReplicaCheck(context_of(), list, gather)
     assert [0.0, 0.0, 1.5, 0.0] == [check.compare(step) for step in (1, 2, 3, 3)]
+    assert 3.0 == check.compare(3, again=True)
 
 
 @pytest.mark.parametrize("has_callbacks", [False, True])
