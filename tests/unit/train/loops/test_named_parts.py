@@ -140,10 +140,7 @@ def test_a_model_whose_outputs_are_not_the_labels_is_refused(own, source, tmp_pa
         {"classes": ["a", "b", "c"]},
         {"classes": {"kinds": ["a", "b", "c"]}},
         {"classes": {"size": ["a"]}},
-        {"classes": {"kind": ["a"]}},
-        {"test": ({"image": data()["test"][0]["image"]}, data()["test"][1])},
         {"train": (data()["train"][0], {"kind": np.zeros(N, int), "the size": np.zeros(N)})},
-        {"train": (data()["train"][0], {"kind": np.zeros(N, int), "size": np.zeros(N - 1)})},
     ],
 )
 def test_data_whose_names_do_not_fit_is_refused(own, tmp_path, wrong):

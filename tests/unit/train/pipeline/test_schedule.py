@@ -137,8 +137,6 @@ def test_the_best_cut_that_fits_the_memory_is_found_or_refused(sizes, stages, sc
     ("constraints", "stage", "expected"),
     [
         (Constraints(4, "gpipe", 8), 0, 100 + 8 * 10),
-        (Constraints(4, "1f1b", 8), 0, 100 + 4 * 10),
-        (Constraints(4, "1f1b", 8), 3, 100 + 10),
         (Constraints(4, "pipedream", 8), 0, 4 * 100 + 4 * 10),
         (Constraints(4, "gpipe", 8, remat=True), 1, 100 + 10 + 8 * 1),
     ],

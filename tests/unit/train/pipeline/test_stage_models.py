@@ -59,11 +59,6 @@ def normalized(frozen=False):
     return keras.Sequential([keras.Input((6,)), nested, dense("last", 11)])
 
 
-def masked():
-    embedding = keras.layers.Embedding(11, 8, mask_zero=True, name="embedding")
-    return keras.Sequential([keras.Input((6,), dtype="int32"), embedding, dense("hidden", 8), dense("last", 11)])
-
-
 class Moving(keras.layers.Dense):
     def call(self, inputs):
         self.bias.assign(0.9 * self.bias)
@@ -127,12 +122,9 @@ def test_the_tasks_take_the_recorded_cut_if_the_number_of_stages_is_the_same(tmp
 @pytest.mark.parametrize(
     ("model", "options", "stages", "named"),
     [
-        (new_model, {}, 12, "--stages 12"),
         (new_model, {"cut": "layer_0_attention_add"}, 2, "'embedding' and 'layer_0_attention'"),
         (not_a_chain, {}, 2, "'first' and 'features'"),
         (tied, {"schedule": "pipedream", "cut": "hidden"}, 2, "'embedding/embeddings'"),
-        (normalized, {"remat": True}, 2, "'nested/normalization/moving_mean'"),
-        (masked, {}, 2, "'last'"),
         (scaled, {}, 2, "Scaled overrides call"),
         (lambda: keras.Model(inputs := keras.Input((6,)), {"head": dense("last")(inputs)}), {}, 2, "not a dictionary"),
         (lambda: keras.Sequential([keras.Input((6,)), dense("first"), Moving(2, name="moving")]), {}, 2, "moving/bias"),
