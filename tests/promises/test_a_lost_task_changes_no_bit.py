@@ -24,11 +24,9 @@ def test_kills_a_bad_checkpoint_and_a_stop_must_not_change_a_bit(clusters):
     assert killed.ended is None
     assert killed.detected_s is not None
     assert killed.detected_s < EARLY_S
-    assert killed.steps_lost is not None
-    assert killed.steps_lost <= 10
+    assert killed.steps_lost in range(11)
     damaged = chaos.inject(run, Fault("corrupt", "chief", at_step=40))
-    assert damaged.steps_lost is not None
-    assert damaged.steps_lost <= 10  # the tasks continue from memory
+    assert damaged.steps_lost in range(11)  # the tasks continue from memory
     assert "stopped" == chaos.inject(run, Fault("stop", "worker-0", at_step=50)).ended
     assert "stopped" == summary(run)["state"]
     damage = max(run.checkpoints.glob("ckpt-*.data-*"), key=lambda path: path.stat().st_mtime)

@@ -248,8 +248,7 @@ def test_stop_must_save_and_down_must_leave_nothing(clusters, training):
     assert {} == containers(training)
     _, networks = engine.ask("network", "ls", "--format", "{{.Name}}")
     assert not [name for name in networks.split() if name.startswith(compose_runtime.project(training.path))]
-    _, boards = engine.ask(
-        "ps", "--all", "--quiet", "--filter", f"name={tensorboard.compose_project(clusters.runs_dir)}"
-    )
+    board = tensorboard.compose_project(clusters.runs_dir)
+    _, boards = engine.ask("ps", "--all", "--quiet", "--filter", f"name={board}")
     assert "" == boards
     assert training.path.exists()
