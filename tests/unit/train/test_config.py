@@ -70,7 +70,6 @@ def test_settings_that_only_another_version_has_are_ignored_with_a_warning(capsy
         ("--learning-rate", "3", "--optimizer.learning-rate"),
         *(("--optimizer.name", "adamww", "adamw"), ("--optimizer.schedule", "cosin", "cosine")),
         *(("--optimizer.scaling", "linar", "linear"), ("--precision", "f16", "fp16"), ("--loop", "fitt", "fit")),
-        *(("--source", "steam", "stream"), ("--source", "memory:x", "memory"), ("--loop", "keras", "custom")),
         *(("--dataset", "fashion-mnist", "fashion_mnist"), ("--model", "two_conv", "two_conv_cnn")),
         *(("--loss", "mean_square_error", "mean_squared_error"), ("--callbacks", "tutorials", "tutorial")),
     ],
@@ -211,7 +210,6 @@ def test_a_deterministic_run_keeps_the_threads_that_it_began_with(monkeypatch):
         ("auto", "two_conv_cnn", True, "on"),
         ("auto", "mine:model", True, "auto"),  # decided by its operations, see train/startup/primitives.py
         ("auto", "mine:model", False, "auto"),
-        ("on", "mine:model", True, "on"),
         ("auto", "resnet50", True, "off"),  # the gradient of its 1x1 convolutions with stride 2 varies
         ("off", "two_conv_cnn", True, "off"),
     ],

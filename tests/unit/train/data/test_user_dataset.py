@@ -45,9 +45,8 @@ def returns(monkeypatch) -> Callable[[Any], str]:
 
 
 def test_types_become_ones_that_can_be_trained_on(returns):
-    dataset = user_dataset.read_dataset(
-        returns({"train": (FLOATS, FLOATS[:, 0], [1, 2, 3]), "test": (FLOATS, FLOATS[:, 1])})
-    )
+    weighted = {"train": (FLOATS, FLOATS[:, 0], [1, 2, 3]), "test": (FLOATS, FLOATS[:, 1])}
+    dataset = user_dataset.read_dataset(returns(weighted))
     assert ["float32"] * 5 == [array.dtype.name for split in dataset.splits.values() for array in split]
     np.testing.assert_array_equal(FLOATS.astype(np.float32), dataset.splits["train"][0])
     mixed = np.array([[1.5, True], [2, False]], object)  # as Pandas has columns of several types

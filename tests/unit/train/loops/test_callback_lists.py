@@ -89,10 +89,5 @@ def _as_far_as_build(optimizer: Optimizer | None = None) -> Any:
     config = TrainConfig(callbacks="own_parts:callbacks", optimizer=optimizer or Optimizer())
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.optimizer = optimizers.build_for_model(config, model)
-    return types.SimpleNamespace(
-        config=config,
-        model=model,
-        run=RunFolder(Path("run")),
-        task=types.SimpleNamespace(name="chief"),
-        chief=True,
-    )
+    task = {"run": RunFolder(Path("run")), "task": types.SimpleNamespace(name="chief"), "chief": True}
+    return types.SimpleNamespace(config=config, model=model, **task)

@@ -42,9 +42,8 @@ def restored(folder: Path) -> list[bool]:
         model(tf.ones([1, 5]))
     for weight in first.weights:
         weight.assign(np.random.default_rng(0).uniform(1, 2, weight.shape))
-    tf.train.Checkpoint(model=second).read(
-        tf.train.Checkpoint(model=first).write(str(folder / "ckpt"))
-    ).expect_partial()
+    path = tf.train.Checkpoint(model=first).write(str(folder / "ckpt"))
+    tf.train.Checkpoint(model=second).read(path).expect_partial()
     return [np.array_equal(one, other) for one, other in zip(first.get_weights(), second.get_weights(), strict=True)]
 
 

@@ -44,16 +44,9 @@ class Stop:
 def evaluate(run: RunFolder, *events: Callable[[], object]) -> None:
     """Run an evaluator whose loss is the weight of the model, until it ends."""
     model, task = model_of(0.0), run.load_cluster().task("evaluator")
-    context: Any = SimpleNamespace(
-        run=run,
-        task=task,
-        config=TrainConfig(),
-        source=SimpleNamespace(train_examples=1000),
-        model=model,
-        heartbeat=HeartbeatWriter(run, task, 0),
-        stop=Stop(events),
-        new_evaluation=lambda: lambda: {"eval_loss": float(model.get_weights()[0][0, 0])},
-    )
+    own = {"run": run, "task": task, "model": model, "heartbeat": HeartbeatWriter(run, task, 0), "stop": Stop(events)}
+    context: Any = SimpleNamespace(config=TrainConfig(), source=SimpleNamespace(train_examples=1000), **own)
+    context.new_evaluation = lambda: lambda: {"eval_loss": float(model.get_weights()[0][0, 0])}
     evaluator.evaluate_checkpoints(context)
 
 

@@ -58,7 +58,6 @@ def test_names_inside_of_functions_and_classes_are_not_the_modules(write):
         "class model: pass",
         "from math import cos as model",
         "try:\n    pass\nexcept ImportError:\n    pass\nelse:\n    def model(): pass",
-        "model: int = 1",
         "from math import *",  # what that brings is not known without running it
         "def __getattr__(name): return 1",
         "globals()['model'] = 1",

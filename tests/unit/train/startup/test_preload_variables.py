@@ -38,7 +38,6 @@ def test_keras_computes_with_tensorflow_whatever_it_does_elsewhere(monkeypatch):
     [
         ("on", True, ("1", None)),
         ("avx2", True, ("1", "AVX2")),
-        ("avx512", True, ("1", "AVX512_CORE")),
         ("off", True, ("0", None)),
         ("auto", False, (None, None)),
         ("auto", True, ("0", None)),  # nobody has tried the model

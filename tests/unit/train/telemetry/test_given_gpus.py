@@ -42,9 +42,7 @@ def test_gpus_that_are_there_are_used(monkeypatch, seen, given, visible, devices
 def test_gpus_that_tensorflow_cannot_use_end_the_task(monkeypatch, seen, count):
     give(monkeypatch, 2)
     seen += ["first"] * count
-    with pytest.raises(
-        PrerequisiteError, match=f"TensorFlow sees {count} of 2 GPUs that were given to this task"
-    ) as refused:
+    with pytest.raises(PrerequisiteError, match=f"TensorFlow sees {count} of 2 GPUs that") as refused:
         strategy.configure_devices(2)
     assert EXIT_PREREQUISITE == refused.value.exit_code
 
