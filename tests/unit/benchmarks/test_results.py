@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command, documents, exchange, figures, results, throughput
+from benchmarks import command, documents, figures, results, throughput
 from benchmarks.contenders import Contender, Setting
 from benchmarks.figures import Figure, Goal
 from benchmarks.runs import GLOBAL_BATCH, Bench
@@ -44,34 +44,11 @@ def test_a_value_must_be_the_median_of_the_pairs_ratios_not_the_ratio_of_medians
     assert [True, True, False] == [TOGETHER.met, START.met, COST.met]
 
 
-@pytest.mark.parametrize(
-    ("times", "cores", "expected"),
-    [
-        ({1: [3.0], 2: [4.0], 4: [8.0], 8: [16.0]}, 2, [1.0]),
-        ({1: [1.0], 2: [4.0], 4: [12.0], 8: [16.0]}, 2, [1.5]),  # worst at 4
-        ({1: [4.0, 1.0], 2: [4.0, 4.0]}, 1, [0.5, 2.0]),
-        ({1: [3.0], 2: [4.0], 4: [6.4]}, 3, [1.2]),  # from the most tasks below
-    ],
-)
-def test_growth_must_be_counted_from_a_task_a_core(times, cores, expected):
-    assert pytest.approx(expected) == figures.growth(times, cores=cores)
-
-
 def test_a_step_must_be_timed_after_it_is_warm_and_at_the_same_steps_on_both_sides():
     ours = [{"step": step, "time": time} for step, time in [(25, 50.0), (50, 60.0), (75, 65.0), (100, 70.0)]]
     theirs = [{"step": 1, "time": 30.0}, *ours, {"step": 110, "time": 1000.0}]
     assert [0.2, 0.2] == figures.spans(ours) == figures.spans(theirs)
     assert 0.2 == figures.step_seconds(theirs)
-
-
-def test_the_parts_of_a_step_must_add_up_to_it():
-    warm = [{"computed": [0.0], "summed": [0.0]}] * 2
-    chief = [*warm, {"computed": [1.0, 3.0], "summed": [2.0, 5.0]}, {"computed": [7.0, 9.0], "summed": [8.0, 11.0]}]
-    worker = [*warm, {"computed": [1.0, 4.0], "summed": [2.0, 5.0]}, {"computed": [7.0, 10.0], "summed": [8.0, 11.0]}]
-    found = exchange.parts([chief[1:], worker[1:]])
-    assert exchange.Parts(own=1500.0, slower=500.0, exchange=1000.0, between=250.0) == found
-    alone = exchange.parts([chief[1:]])
-    assert (0.0, 2000.0) == (alone.slower, alone.exchange)
 
 
 def test_the_documents_must_have_the_tables_of_the_results():
