@@ -107,14 +107,14 @@ def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp
 
 
 def test_options_on_the_command_line_win(tmp_path):
-    train = '[train]\nepochs = 2\npipeline.schedule = "1f1b"\nmemory-snapshots = false\n'
+    train = '[train]\nepochs = 2\npipeline.schedule = "1f1b"\npipeline.remat = "false"\nmemory-snapshots = false\n'
     file = read(tmp_path, f'workers = 3\nruntime = "local"\nenv = ["A=1"]\n{train}')
     request = file.request({"workers": 1, "env": ("A=2",), "schedule": "gpipe", "remat": True}, ["--epochs", "4"])
     assert (1, "local", ("A=2",)) == (request.workers, request.runtime, request.env)
-    options = ["--pipeline.schedule", "gpipe", "--pipeline.remat", "--no-memory-snapshots"]
-    assert ["--epochs=2", *options, "--epochs", "4"] == request.training()
+    words, options = ("--epochs=2", "--pipeline.remat=false"), ["--pipeline.remat", "--no-memory-snapshots"]
+    assert [*words, "--pipeline.schedule", "gpipe", *options, "--epochs", "4"] == request.training()
     alone = file.request({}, [])
-    assert ("1f1b", True, ("--epochs=2",)) == (alone.schedule, alone.no_memory_snapshots, alone.train)
+    assert ("1f1b", True, words) == (alone.schedule, alone.no_memory_snapshots, alone.train)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ V2 = {
 V1 = {
     "memory/memory.limit_in_bytes": V2["memory.max"],
     "memory/memory.usage_in_bytes": V2["memory.current"],
-    "memory/memory.stat": V2["memory.stat"],
+    "memory/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
     "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
 }
 
