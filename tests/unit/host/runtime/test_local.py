@@ -67,7 +67,7 @@ def test_an_agent_for_which_the_system_has_no_process_is_started_later(run, monk
     def refused() -> int:
         opened.append(len(list(Path("/proc/self/fd").iterdir())))
         if len(opened) < 3:
-            raise BlockingIOError
+            raise OSError(supervisor.REFUSED[0], "no room")
         run.end("succeeded", task="chief")
         return fork()
 
