@@ -42,7 +42,7 @@ tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and
 _ERRORS = tf.errors
 PEER_LOST = (_ERRORS.UnavailableError, _ERRORS.AbortedError, _ERRORS.CancelledError, _ERRORS.DeadlineExceededError)
 """Errors that mean the loss of another task of the cluster, rather than a problem in this task."""
-NO_MEMORY = (*DISK_FULL, errno.EMFILE, errno.ENFILE)
+NOT_OF_MEMORY = (*DISK_FULL, errno.EMFILE, errno.ENFILE)
 """Errors of the system that TensorFlow reports as exhausted resources, like a lack of memory."""
 
 
@@ -181,7 +181,7 @@ def describe_lost_contact(error: Exception) -> str:
 def explain(error: Exception) -> ClusterError | None:
     """Return a one-line error for a failure that a restart cannot fix; None for other errors."""
     is_exhausted, reason = isinstance(error, tf.errors.ResourceExhaustedError), str(error).partition("\n")[0][:200]
-    number = next((number for number in NO_MEMORY if is_exhausted and os.strerror(number) in str(error)), None)
+    number = next((number for number in NOT_OF_MEMORY if is_exhausted and os.strerror(number) in str(error)), None)
     if isinstance(error, OSError):
         number, reason = error.errno, system_error(error)
     if number in DISK_FULL:

@@ -67,10 +67,10 @@ def _is_chief(model: Any) -> bool | None:
 def _is_of_task(path: str) -> bool:
     """Whether a path has the name of this task of a run, or is in its working folder or its temporary one."""
     task, run, temporary = (os.environ.get(name) for name in ("TASK", "RUN_DIR", "TMPDIR"))
-    if not (task and run and temporary) or "://" in path:
-        return bool(task and task in path)
-    folders = [Path(run, "work", task), Path(temporary)]
-    return task in path or any(Path(path).resolve().is_relative_to(folder.resolve()) for folder in folders)
+    if task and task in path:
+        return True
+    folders = [Path(run, "work", task), Path(temporary)] if task and run and temporary and "://" not in path else []
+    return any(Path(path).resolve().is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _begin(backup: Any, logs: Any = None) -> None:
