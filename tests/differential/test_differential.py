@@ -32,13 +32,13 @@ EXTENDED = (
     "36:precision='fp32';tasks=3",  # weights shared by stages, clipped and averaged, in three processes or in one
     "36:precision='fp32';tasks=3;layers=('blocks',)",  # layers in lists, saved by three processes
     "379",  # PipeDream in two stages
+    "668",  # a mask reaches the output of fit on two replicas, with weights and BatchNormalization
     "81138:steps=1;hidden=0",  # masks, layers' state and micro-batches on three tasks
     "435:precision='fp32'",  # stages that compute their forward pass again
 )
 MORE = (
     "87:optimizer='nadam';precision='fp32'",  # it failed in its first step
     "374",  # a mask reaches the output: with virtual shards,
-    "668",  # with Keras's fit, weights and BatchNormalization
     "680",  # with micro-batches in fit
     "1069:killed_at=();hidden=0",  # and on a remote worker, which hung
     "624",  # fit in float16

@@ -67,12 +67,12 @@ class _Loss(keras.losses.Loss):
 
     def __call__(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
         """Return the mean. Hide the mask, which Keras would apply again, by each replica's number of positions."""
-        self._mask = masks.mask_of(y_pred)
+        mask = self._mask = masks.mask_of(y_pred)
         y_pred._keras_mask = None
         try:
             return super().__call__(y_true, y_pred, sample_weight)
         finally:
-            y_pred._keras_mask = self._mask
+            y_pred._keras_mask = mask  # the other replicas, which call this in between, have set `self._mask`
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         if self._mask is not None:
