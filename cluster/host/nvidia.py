@@ -59,8 +59,8 @@ def ask_nvidia_smi(*words: str) -> tuple[int, str]:
     return code, printed if code == 0 else printed.strip() or complained.strip()
 
 
-def read_machine(what: str, *, with_instances: bool = False) -> Machine:
-    """Return this machine's GPUs, which the option `what` needs, and its MIG instances if requested."""
+def read_machine(what: str) -> Machine:
+    """Return this machine's GPUs, which the option `what` needs, and its MIG instances."""
     code, text = ask_nvidia_smi(*QUERY)
     if code or not text.strip():
         why = (text.strip() or "nvidia-smi lists no GPU").splitlines()[-1]
@@ -68,8 +68,8 @@ def read_machine(what: str, *, with_instances: bool = False) -> Machine:
         raise PrerequisiteError(f"{what}: no GPU was found on this machine ({why}); {fix}")
     gpus = parse_inventory(text)
     nvlinks = parse_nvlinks(ask_nvidia_smi("topo", "-m")[1])  # empty if it failed
-    code, text = ask_nvidia_smi("-L") if with_instances else (1, "")
-    matches = [_INSTANCE.match(line) for line in text.splitlines() if code == 0]
+    listed = ask_nvidia_smi("-L")[1] if any(gpu.mig for gpu in gpus) else ""
+    matches = [_INSTANCE.match(line) for line in listed.splitlines()]
     return Machine(gpus, tuple(Gpu(match[2], f"MIG {match[1]}", 0) for match in matches if match), nvlinks)
 
 
@@ -136,7 +136,6 @@ class Placement:
     """The ids of each task's GPUs; a missing task gets none."""
     requested: str = ""
     """`--gpus` as typed, for a resumed run."""
-    notes: tuple[str, ...] = ()
     memory_bytes: int = 0
     """The memory of the smallest GPU; 0 if unknown."""
 
@@ -197,12 +196,8 @@ def place_gpus(
         why = "MIG instances cannot train together (a process sees one, and NCCL connects none)"
         raise UsageError(f"{request.text}: {why}; use one with --workers 0, whole GPUs, or parameter servers")
     groups = _share_out([gpu.id for gpu in pool], len(tasks), per_task, machine)
-    used = [gpu for gpu in pool if any(gpu.id in group for group in groups)]
-    models = ", ".join(f"{gpu.id} {gpu.model}" for gpu in used)
-    mixed = len({gpu.model for gpu in used}) > 1
-    notes = (f"the GPUs are of several models ({models}): every synchronous step waits for the slowest",)
     memory_bytes = min(gpu.memory_mib for gpu in pool) * 2**20
-    return Placement(dict(zip(tasks, groups, strict=True)), notes=notes if mixed else (), memory_bytes=memory_bytes)
+    return Placement(dict(zip(tasks, groups, strict=True)), memory_bytes=memory_bytes)
 
 
 def _named(request: GpuRequest, machine: Machine, busy: Mapping[str, str]) -> list[Gpu]:

@@ -161,7 +161,7 @@ def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster:
     if requested is None:
         return nvidia.Placement()
     check_gpus(requested.text, typed, cluster)  # before nvidia-smi is asked
-    machine = nvidia.read_machine(requested.text, with_instances=any(name.startswith("MIG-") for name in requested.ids))
+    machine = nvidia.read_machine(requested.text)
     busy: dict[str, str] = {}
     for other in (RunFolder(path.parent) for path in runs_dir().glob("*/compose.json") if path.parent != run.path):
         ids = [gpu for of_task in other.composed.get(GPUS, {}).values() for gpu in of_task]

@@ -15,9 +15,7 @@ OTHER_MIG = "MIG-d4c28c2e-7c26-847f-0316-909e3bbbe9ea"
 def placed(words: str, **topology: object) -> Placement:
     requested = nvidia.parse_gpus(words)
     assert requested
-    return nvidia.place_gpus(
-        requested, nvidia.read_machine(requested.text, with_instances=True), spec.build(**topology)
-    )
+    return nvidia.place_gpus(requested, nvidia.read_machine(requested.text), spec.build(**topology))
 
 
 def groups(given: Placement) -> list[str]:
@@ -132,13 +130,11 @@ def test_incomplete_tables_are_read_as_far_as_possible_and_indices_as_numbers():
     assert ["0", "9", "10"] == [gpu.id for gpu in nvidia.parse_inventory(text)]
 
 
-def test_mig_is_reported_and_instances_only_where_they_are_asked_for(nvidia_smi):
+def test_mig_is_reported_with_its_instances(nvidia_smi):
     nvidia_smi("2-a100-mig")
-    assert [True, False] == [gpu.mig for gpu in nvidia.read_machine("--gpus all").gpus]
-    assert () == nvidia.read_machine("--gpus all").instances
-    found = nvidia.read_machine("--gpus MIG-1,", with_instances=True).instances
-    assert ["MIG 3g.20gb"] * 2 == [one.model for one in found]
-    assert ["MIG-a8948c89", "MIG-d4c28c2e"] == [one.id[:12] for one in found]
+    machine = nvidia.read_machine("--gpus all")
+    assert [True, False] == [gpu.mig for gpu in machine.gpus]
+    assert [("MIG 3g.20gb", MIG), ("MIG 3g.20gb", OTHER_MIG)] == [(one.model, one.id) for one in machine.instances]
 
 
 @pytest.mark.parametrize(
