@@ -21,19 +21,14 @@ STARVED = 0.1
 
 def findings(paces: Mapping[str, Pace]) -> Paces:
     """Return the stragglers and the starved tasks, worst first, without tasks whose pace is incomplete."""
-    known = {name: pace for name, pace in paces.items() if pace.steps >= FEWEST and _is_complete(pace)}
-    shares = {name: pace.input_share or 0.0 for name, pace in known.items()}
+    known = {name: parts for name, pace in paces.items() if (parts := _busy_and_input(pace))}
+    shares = {name: paces[name].input_share or 0.0 for name in known}
     starved = [Starved(name, round(share, 2)) for name, share in shares.items() if share >= STARVED]
     starved.sort(key=lambda task: -task.input_share)
     return Paces(stragglers=tuple(_stragglers(known)), starved=tuple(starved))
 
 
-def _is_complete(pace: Pace) -> bool:
-    return None not in ((pace.step_ms or {}).get("mean"), pace.busy_share, pace.input_share)
-
-
-def _stragglers(paces: Mapping[str, Pace]) -> list[Straggler]:
-    known = {name: _busy_and_input(pace) for name, pace in paces.items()}
+def _stragglers(known: Mapping[str, tuple[float, float]]) -> list[Straggler]:
     slow = []
     for name, (busy, waiting) in known.items():
         others = [parts for other, parts in known.items() if other != name]
@@ -54,6 +49,9 @@ def lines(paces: Paces) -> list[str]:
     return [str(each) for each in (*paces.stragglers, *waiting)]
 
 
-def _busy_and_input(pace: Pace) -> tuple[float, float]:
-    mean_ms = (pace.step_ms or {}).get("mean") or 0.0
-    return mean_ms * (pace.busy_share or 0.0), mean_ms * (pace.input_share or 0.0)
+def _busy_and_input(pace: Pace) -> tuple[float, float] | None:
+    """Return the milliseconds of a step in which a task is busy and waits for input; None if the pace is incomplete."""
+    mean_ms = (pace.step_ms or {}).get("mean")
+    if pace.steps < FEWEST or mean_ms is None or pace.busy_share is None or pace.input_share is None:
+        return None
+    return mean_ms * pace.busy_share, mean_ms * pace.input_share
