@@ -7,7 +7,7 @@ from typing import Any
 from cluster.contract import strategies
 from cluster.contract.spec import ClusterSpec
 from cluster.system.errors import UsageError
-from cluster.system.messages import either
+from cluster.system.messages import counted, either
 
 SCALINGS = ("none", "linear", "sqrt")
 """The rules by which a learning rate scales with the global batch."""
@@ -30,9 +30,7 @@ def check_micro_batches(global_batch: int, replicas: int, micro_batches: int, wh
     if batch % micro_batches:
         fitting = [number for number in range(1, batch + 1) if batch % number == 0]
         near = sorted(sorted(fitting, key=lambda number: abs(number - micro_batches))[:3])
-        if len(near) == 1:
-            raise UsageError(f"--micro-batches {micro_batches}: each of the {replicas} {what} has one example; use 1")
-        problem = f"does not divide the {batch} examples of each of the {replicas} {what}"
+        problem = f"does not divide the {counted(batch, 'example')} of each of the {replicas} {what}"
         raise UsageError(f"--micro-batches {micro_batches} {problem}; use {either([*map(str, near)])}")
 
 
