@@ -141,14 +141,14 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
-def table_lines(found: list[dict[str, Any]], width: int | None = None) -> list[str]:
-    """Format the rows as a table, without columns that do not fit into `width`, by default the terminal."""
+def table_lines(found: list[dict[str, Any]]) -> list[str]:
+    """Format the rows as a table, without columns that do not fit into the terminal."""
     if not found:
         return [f"no runs yet; start one with `{COMMAND} up`"]
     cells = {name: [text(row[key]) for row in found] for name, (key, text) in COLUMNS.items()}
     names = [name for name, column in cells.items() if name not in ("TAGS", "NOTE") or set(column) != {"-"}]
     rows = list(zip(*(cells[name] for name in names), strict=True))
-    return chosen_columns(names, rows, right=NUMBERS, spare=SPARE, width=width)
+    return chosen_columns(names, rows, right=NUMBERS, spare=SPARE)
 
 
 def without_secrets(records: Mapping[str, Any]) -> dict[str, Any]:
