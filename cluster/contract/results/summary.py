@@ -120,8 +120,7 @@ def _result(summary: Summary) -> list[str]:
 
 
 def _made_of(run: RunFolder, summary: Summary) -> list[str]:
-    config, manifest = run.load_config({}), run.load_manifest({})
-    commit = manifest.get("code", {}).get("commit") if isinstance(manifest.get("code"), dict) else None
+    config, commit = run.load_config({}), run.load_manifest({}).get("code", {}).get("commit")
     started, optimizer = run.started.time, config.get("optimizer")
     settings = optimizer if isinstance(optimizer, dict) else {}
     rows = {

@@ -90,8 +90,13 @@ class _Composed(Record):
     network: str = field(default="", metadata=SPARSE)
 
 
+class _Code(Record):
+    commit: str | None = field(default=None, metadata=SPARSE)
+
+
 class _Manifest(Record):
     runtime: str = field(default="", metadata=SPARSE)
+    code: Annotated[dict[str, Any], dictionary(_Code)] = field(default_factory=dict, metadata=SPARSE)
 
 
 config, manifest = dictionary(_Config), dictionary(_Manifest)

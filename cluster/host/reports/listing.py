@@ -13,7 +13,6 @@ from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import final_state, seems_old
 from cluster.contract.run.records import Restart
-from cluster.contract.schema import Record, dictionary
 from cluster.host.options.run_file import flatten
 from cluster.host.view.columns import cell, chosen_columns, columns, plain_lines, sparkline
 from cluster.system.errors import UsageError, nearest
@@ -123,12 +122,9 @@ def _state(run: RunFolder) -> str:
 
 def commit(run: RunFolder) -> str | None:
     """Return the abbreviated commit of a run's code, with `+` if files had changed since."""
-    try:
-        code = dictionary(Record)(run.load_manifest({}).get("code", {}))
-    except ValueError:
-        return None
+    code = run.load_manifest({}).get("code", {})
     known = code.get("commit")
-    return plain(known[:8]) + ("+" if code.get("changes_sha256") else "") if isinstance(known, str) else None
+    return plain(known[:8]) + ("+" if code.get("changes_sha256") else "") if known else None
 
 
 def disk_bytes(folder: Path) -> int:
