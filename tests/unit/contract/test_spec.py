@@ -85,17 +85,19 @@ def test_tasks_are_named_after_role_and_index():
 
 
 @pytest.mark.parametrize(
-    ("topology", "alone", "serving"),
+    ("topology", "alone", "serving", "calls"),
     [
-        ({"workers": 1}, [], []),
-        ({"workers": 1, "evaluator": True}, ["evaluator"], []),
-        ({"workers": 1, "ps": 1, "evaluator": True}, ["worker-0", "evaluator"], ["worker-0", "ps-0"]),
+        ({"workers": 0, "evaluator": True}, ["evaluator"], [], {}),
+        ({"workers": 2}, [], [], {"worker-0": ["chief"], "worker-1": ["chief"]}),
+        ({"workers": 1, "ps": 1}, ["worker-0"], ["worker-0", "ps-0"], {"chief": ["worker-0", "ps-0"]}),
     ],
 )
-def test_who_restarts_alone_and_who_only_serves(topology, alone, serving):
+def test_who_restarts_alone_who_only_serves_and_who_calls_whom_first(topology, alone, serving, calls):
     cluster = spec.build(**topology)
     assert alone == [task.name for task in cluster.tasks if cluster.restarts_alone(task)]
     assert serving == [task.name for task in cluster.tasks if cluster.serves(task)]
+    called = {task.name: [other.name for other in cluster.calls_first(task)] for task in cluster.tasks}
+    assert calls == {name: others for name, others in called.items() if others}
 
 
 VALID = ["a", "fashion_mnist-20260101-101010", "A.b-c_9", "x" * 63]
@@ -110,19 +112,6 @@ def test_a_run_name_is_what_a_folder_and_a_compose_project_allow(name):
     with pytest.raises(UsageError) as refused:
         spec.check_run_name(name)
     assert repr(name) in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("topology", "expected"),
-    [
-        ({"workers": 2}, {"chief": [], "worker-0": ["chief"], "worker-1": ["chief"]}),
-        ({"workers": 1, "ps": 1}, {"chief": ["worker-0", "ps-0"], "worker-0": [], "ps-0": []}),
-        ({"workers": 0}, {"chief": []}),
-    ],
-)
-def test_who_calls_whom_first(topology, expected):
-    cluster = spec.build(**topology)
-    assert expected == {task.name: [other.name for other in cluster.calls_first(task)] for task in cluster.tasks}
 
 
 @settings(deadline=None)  # others use this machine, too
@@ -178,12 +167,6 @@ def test_a_worker_beside_a_parameter_server_gets_this_very_text():
     assert expected == tf_config.dumps(cluster, cluster.task("worker-1"))
 
 
-@pytest.mark.parametrize("evaluator", [False, True])
-def test_the_chief_alone_gets_none(evaluator):
-    cluster = spec.build(0, evaluator=evaluator)
-    assert [None] * len(cluster.tasks) == [tf_config.dumps(cluster, task) for task in cluster.tasks]
-
-
 def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_those_that_are_there():
     cluster = spec.build(3).without({"worker-0", "worker-1"})
     expected = {
@@ -193,7 +176,7 @@ def test_tasks_keep_their_names_where_others_are_left_out_and_tensorflow_counts_
     }
     assert expected == tf_config.render(cluster, cluster.task("worker-2"))
     alone = cluster.without({"worker-2"})
-    assert None is tf_config.render(alone, alone.task("chief"))
+    assert None is tf_config.dumps(alone, alone.task("chief"))
 
 
 @pytest.mark.parametrize(("task", "index"), [("chief", 0), ("worker-0", 1), ("worker-1", 2)])

@@ -10,7 +10,7 @@ from cluster.contract.results import summary
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
 from cluster.system.json_files import append_json, read_json, write_json
-from tests.support.beats import end
+from tests.support.beats import LEDGER, end
 
 Moment = tuple[float, str, str, dict[str, Any]]
 """Seconds from the start of a story, as `failed_at` of the detail is; a task, an event in generation 0, its detail."""
@@ -71,11 +71,9 @@ def test_a_worker_that_restarted_alone_cost_the_others_nothing(run):
 
 def test_the_summary_counts_a_restart_from_the_injected_fault(run):
     started = read_json(run.control / "started.json")["time"]
-    seconds = {"input": 0.0, "compute": 0.0, "save": 0.0, "evaluate": 0.0}
     for number, began in [(0, 1.0), (1, 9.0)]:
-        record = {"generation": number, "began": started + began, "first_step_at": started + began + 1}
-        record |= {"updated_at": started + began + 1, "first": 0, "step": 1, "timed_steps": 0, "seconds": seconds}
-        write_json(run.ledger(number), record)
+        times = {"began": started + began, "first_step_at": started + began + 1, "updated_at": started + began + 1}
+        write_json(run.ledger(number), LEDGER | times | {"generation": number, "seconds": {}})
     fault = {"time": started + 4, "task": "chief", "event": "fault", "generation": 0, "step": 1}
     append_json(run.events_log, fault | {"detail": {"kind": "kill"}})
     why = {"task": "chief", "cause": "killed", "failed_at": started + 5, "step": 1}

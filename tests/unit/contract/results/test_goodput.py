@@ -87,19 +87,10 @@ def test_parts_are_no_more_than_the_whole_and_never_negative_where_two_clocks_di
     assert "restart" not in split(20.0, ledger(0, 5.0, 6.0, 20.0), failures={1: 20.01})
 
 
-def test_an_activity_that_is_not_known_is_not_counted():
-    odd = ledger(0, 5.0, 6.0, 20.0, seconds={"unknown": {"mining": 9.0}})
-    assert {"start": 5.0, "compile": 1.0, "other": 14.0} == split(20.0, odd)
-
-
-def test_a_run_of_which_the_chief_recorded_nothing_has_no_split():
-    assert goodput.split(0.0, 10.0, [], {1: 3.0}) is None
-    assert goodput.share(None) is None
-
-
 def test_goodput_is_the_share_of_steps_that_count_with_their_input():
     done = ledger(0, 5.0, 6.0, 100.0, step=30, timed_steps=30, seconds=WORK)
     assert 0.62 == pytest.approx(goodput.share(goodput.split(0.0, 100.0, [done], {})))
+    assert goodput.split(0.0, 10.0, [], {1: 3.0}) is goodput.share(None) is None  # the chief recorded nothing
 
 
 def test_the_interval_between_checkpoints_is_that_of_the_newest_ledger_with_a_save():
