@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Self, dataclass_transform
+from typing import Annotated, Any, ClassVar, Self, dataclass_transform
 
 Check = Callable[[Any], Any]
 """A function that returns the checked value, or raises ValueError with a short reason if it is invalid."""
@@ -121,7 +121,7 @@ Measured = Annotated[float | None, _measured]
 """A number; None if it is null, not finite or too large."""
 
 SPARSE = {"sparse": True}
-"""The metadata of a field that is written only if its value differs from its default."""
+"""Metadata of a field that is written only if its value differs from its default; `sparse=True` marks all fields."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -129,10 +129,12 @@ SPARSE = {"sparse": True}
 class Record:
     """Base class of the records: turns each subclass into a frozen dataclass, without a decorator."""
 
+    all_sparse: ClassVar[bool] = False
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The JSON keys, with their values, that are not fields of the class."""
 
-    def __init_subclass__(cls, *, kw_only: bool = True) -> None:
+    def __init_subclass__(cls, *, kw_only: bool = True, sparse: bool = False) -> None:
+        cls.all_sparse |= sparse
         dataclass(frozen=True, kw_only=kw_only)(cls)
 
     @classmethod
@@ -145,14 +147,14 @@ class Record:
         result = {}
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name != "unknown" and not (each.metadata and value == _default(each)):
+            if each.name != "unknown" and not (_is_sparse(self, each) and value == _default(each)):
                 result[each.name] = _plain(value)
         return result | dict(self.unknown)
 
 
 def dictionary(record: type[Record]) -> Callable[[Any], dict[str, Any]]:
     """Return a check like a record's that returns a dictionary, with the defaults of fields that are not sparse."""
-    written = [each for each in fields(record) if each.name != "unknown" and not each.metadata]
+    written = [each for each in fields(record) if each.name != "unknown" and not _is_sparse(record, each)]
 
     def check(value: Any) -> dict[str, Any]:  # does not build a record: metrics have millions of rows
         known = {name: _plain(each) for name, each in _known(record, value).items()}
@@ -172,6 +174,10 @@ def _known(record: type[Record], value: Any) -> dict[str, Any]:
     if missing := [name for name in required if name not in value]:
         raise ValueError(f"{missing[0]} is missing")
     return {name: inside(name, checks[name], each) for name, each in value.items() if name in checks}
+
+
+def _is_sparse(record: Record | type[Record], known: Field[Any]) -> bool:
+    return record.all_sparse or bool(known.metadata)
 
 
 def _default(known: Field[Any]) -> Any:

@@ -4,7 +4,7 @@ import re
 from dataclasses import field
 from typing import Annotated, Any
 
-from cluster.contract.schema import SPARSE, Count, Record, Seconds, dictionary, listing, mapping, text, whole
+from cluster.contract.schema import Count, Record, Seconds, dictionary, listing, mapping, text, whole
 from cluster.contract.spec import MAX_DEVICES, MAX_TASKS, ClusterSpec
 
 
@@ -42,40 +42,40 @@ TRAINER_IMPORTS = "train.startup.preload"
 """The module that imports everything a training program needs."""
 
 
-class Started(Record):
+class Started(Record, sparse=True):
     """How and when a run was started: `control/started.json`. Unknown values are empty or None."""
 
-    time: Seconds | None = field(default=None, metadata=SPARSE)
-    runtime: str = field(default="", metadata=SPARSE)
-    hang_timeout_s: Seconds | None = field(default=None, metadata=SPARSE)
-    max_restarts: Count | None = field(default=None, metadata=SPARSE)
-    max_external_restarts: Count | None = field(default=None, metadata=SPARSE)
-    metrics_port: Count | None = field(default=None, metadata=SPARSE)
-    min_workers: Count | None = field(default=None, metadata=SPARSE)
-    grow: bool = field(default=False, metadata=SPARSE)
-    requirements: str = field(default="", metadata=SPARSE)
-    memory: str = field(default="", metadata=SPARSE)
-    network: str = field(default="", metadata=SPARSE)
-    gpus: dict[str, str] = field(default_factory=dict, metadata=SPARSE)
-    job: dict[str, str] = field(default_factory=dict, metadata=SPARSE)
-    env: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    secrets: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    code_dirs: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    tags: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    note: str = field(default="", metadata=SPARSE)
-    mirror: str = field(default="", metadata=SPARSE)
-    mirror_id: str = field(default="", metadata=SPARSE)
+    time: Seconds | None = None
+    runtime: str = ""
+    hang_timeout_s: Seconds | None = None
+    max_restarts: Count | None = None
+    max_external_restarts: Count | None = None
+    metrics_port: Count | None = None
+    min_workers: Count | None = None
+    grow: bool = False
+    requirements: str = ""
+    memory: str = ""
+    network: str = ""
+    gpus: dict[str, str] = field(default_factory=dict)
+    job: dict[str, str] = field(default_factory=dict)
+    env: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    code_dirs: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    mirror: str = ""
+    mirror_id: str = ""
 
 
-class _Config(Record):
-    global_batch: Count = field(default=0, metadata=SPARSE)
-    bitwise_elastic: Count = field(default=0, metadata=SPARSE)
-    micro_batches: Count = field(default=1, metadata=SPARSE)
-    loop: str = field(default="", metadata=SPARSE)
-    precision: str = field(default="", metadata=SPARSE)
-    script: str = field(default="", metadata=SPARSE)
-    arguments: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    separate_chief: bool = field(default=False, metadata=SPARSE)
+class _Config(Record, sparse=True):
+    global_batch: Count = 0
+    bitwise_elastic: Count = 0
+    micro_batches: Count = 1
+    loop: str = ""
+    precision: str = ""
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    separate_chief: bool = False
 
 
 class _LocalTask(Record):
@@ -83,20 +83,20 @@ class _LocalTask(Record):
     environment: dict[str, str]
 
 
-class _Composed(Record):
-    tasks: dict[str, _LocalTask] = field(default_factory=dict, metadata=SPARSE)
-    preload: str = field(default="", metadata=SPARSE)
-    inherits: tuple[str, ...] = field(default=(), metadata=SPARSE)
-    network: str = field(default="", metadata=SPARSE)
+class _Composed(Record, sparse=True):
+    tasks: dict[str, _LocalTask] = field(default_factory=dict)
+    preload: str = ""
+    inherits: tuple[str, ...] = ()
+    network: str = ""
 
 
-class _Code(Record):
-    commit: str | None = field(default=None, metadata=SPARSE)
+class _Code(Record, sparse=True):
+    commit: str | None = None
 
 
-class _Manifest(Record):
-    runtime: str = field(default="", metadata=SPARSE)
-    code: Annotated[dict[str, Any], dictionary(_Code)] = field(default_factory=dict, metadata=SPARSE)
+class _Manifest(Record, sparse=True):
+    runtime: str = ""
+    code: Annotated[dict[str, Any], dictionary(_Code)] = field(default_factory=dict)
 
 
 config, manifest = dictionary(_Config), dictionary(_Manifest)

@@ -128,15 +128,15 @@ class OutcomeState(StrEnum):
     FAILED = "failed"
 
 
-class Outcome(Record):
+class Outcome(Record, sparse=True):
     """How the run ended, and the task at fault: `control/outcome.json`."""
 
     state: OutcomeState
     time: Seconds
-    task: str | None = field(default=None, metadata=SPARSE)
-    exit_code: ExitCode | None = field(default=None, metadata=SPARSE)
-    step: Count | None = field(default=None, metadata=SPARSE)
-    error: str | None = field(default=None, metadata=SPARSE)
+    task: str | None = None
+    exit_code: ExitCode | None = None
+    step: Count | None = None
+    error: str | None = None
 
 
 class AfterStop(StrEnum):
@@ -157,25 +157,25 @@ class StopRequest(Record):
     time: Seconds = 0.0
 
 
-class EndedAttempt(Record, kw_only=False):
+class EndedAttempt(Record, kw_only=False, sparse=True):
     """How one attempt ended."""
 
-    kind: str = field(default="external", metadata=SPARSE)
-    last_step: Step = field(default=-1, metadata=SPARSE)
+    kind: str = "external"
+    last_step: Step = -1
     """The last step of the task at fault; -1 for none."""
-    saved: Step = field(default=-1, metadata=SPARSE)
+    saved: Step = -1
     """The step of the newest checkpoint at that time."""
-    runtime_s: Seconds = field(default=0.0, metadata=SPARSE)
+    runtime_s: Seconds = 0.0
     """How long a script ran; 0 for programs that report steps."""
 
 
 class _Detail(EndedAttempt):
-    cause: str | None = field(default=None, metadata=SPARSE)
-    error: str | None = field(default=None, metadata=SPARSE)
-    failed_at: Seconds = field(default=0.0, metadata=SPARSE)
-    exit_code: ExitCode | None = field(default=None, metadata=SPARSE)
-    pause_s: Seconds = field(default=0.0, metadata=SPARSE)
-    single_steps_from: Count = field(default=0, metadata=SPARSE)
+    cause: str | None = None
+    error: str | None = None
+    failed_at: Seconds = 0.0
+    exit_code: ExitCode | None = None
+    pause_s: Seconds = 0.0
+    single_steps_from: Count = 0
 
 
 class Event(Record):
@@ -208,19 +208,19 @@ class Generation(EndedAttempt):
 
     generation: Count
     time: Seconds
-    resumed: bool = field(default=False, metadata=SPARSE)
-    task: str | None = field(default=None, metadata=SPARSE)
+    resumed: bool = False
+    task: str | None = None
     """The task whose failure or return caused the generation."""
-    cause: str = field(default="", metadata=SPARSE)
-    error: str | None = field(default=None, metadata=SPARSE)
-    step: Count = field(default=0, metadata=SPARSE)
+    cause: str = ""
+    error: str | None = None
+    step: Count = 0
     """The newest step of any task at that time."""
-    failed_at: Seconds | None = field(default=None, metadata=SPARSE)
-    pause_s: Seconds = field(default=0.0, metadata=SPARSE)
-    single_steps_from: Count | None = field(default=None, metadata=SPARSE)
+    failed_at: Seconds | None = None
+    pause_s: Seconds = 0.0
+    single_steps_from: Count | None = None
     """The step from which the programs run single steps, see `step_record.single_steps`."""
-    left_out: frozenset[str] = field(default=frozenset(), metadata=SPARSE)
-    standby_ports: Count | None = field(default=None, metadata=SPARSE)
+    left_out: frozenset[str] = frozenset()
+    standby_ports: Count | None = None
     """The set of ports, 0 or 1, of the standby cluster with which the generation starts; None without one."""
 
     @property
