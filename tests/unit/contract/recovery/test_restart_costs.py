@@ -84,38 +84,27 @@ def test_the_summary_counts_a_restart_from_the_injected_fault(run):
 
 
 @pytest.mark.parametrize(
-    ("story", "detected_s"),
+    ("story", "gang_s", "alone_s"),
     [
-        ([], 1.0),
-        ([(4.0, "worker-0", "fault", {"kind": "pause"})], 6.0),
-        ([(4.0, "chief", "fault", {"kind": "corrupt"})], 6.0),  # the gang's restart, whichever task failed
-        ([(4.0, "worker-0", "fault", {"kind": "slow"})], 1.0),  # that lets nothing start again
-        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (6.0, "worker-0", "fault", {"kind": "slow"})], 6.0),
-        ([(4.0, "worker-0", "fault", {"kind": "pause"}), (7.0, "worker-0", "fault", {"kind": "kill"})], 3.0),
-        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "worker-0", "restarted", {"cause": "killed"})], 1.0),
-        ([(11.0, "worker-0", "fault", {"kind": "kill"})], 1.0),  # the gang had started again by then
+        ([], 1.0, 1.0),
+        ([(4.0, "worker-0", "fault", {"kind": "pause"})], 6.0, 6.0),
+        ([(4.0, "chief", "fault", {"kind": "corrupt"})], 6.0, 1.0),  # the gang's restart, whichever task failed
+        ([(4.0, "worker-0", "fault", {"kind": "slow"})], 1.0, 1.0),  # that lets nothing start again
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (6.0, "worker-0", "fault", {"kind": "slow"})], 6.0, 6.0),
+        ([(4.0, "worker-0", "fault", {"kind": "pause"}), (7.0, "worker-0", "fault", {"kind": "kill"})], 3.0, 3.0),
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "worker-0", "restarted", {"cause": "killed"})], 1.0, 1.0),
+        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "chief", "restarted", {"cause": "killed"})], 1.0, 6.0),
+        ([(11.0, "worker-0", "fault", {"kind": "kill"})], 1.0, 1.0),  # the restart was before
     ],
 )
-def test_a_gang_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(run, story, detected_s):
-    tell(run, *story, gang_at=10.0)
-    assert [detected_s] == [r["detected_s"] for r in end(run, "succeeded")["restarts"] if r["generation"] == 1]
-
-
-@pytest.mark.parametrize(
-    ("story", "detected_s"),
-    [
-        ([(4.0, "worker-0", "fault", {"kind": "kill"})], 6.0),
-        ([(4.0, "chief", "fault", {"kind": "kill"})], 1.0),  # another task's
-        ([(4.0, "worker-0", "fault", {"kind": "slow"})], 1.0),
-        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "chief", "restarted", {"cause": "killed"})], 6.0),
-        ([(4.0, "worker-0", "fault", {"kind": "kill"}), (5.0, "worker-0", "restarted", {"cause": "killed"})], 1.0),
-    ],
-)
-def test_a_lone_restart_counts_from_its_own_task_s_fault(run, story, detected_s):
+def test_a_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(make_run, story, gang_s, alone_s):
+    gang, alone = (make_run(name, workers=1) for name in ("gang", "alone"))
+    tell(gang, *story, gang_at=10.0)
+    assert [gang_s] == [r["detected_s"] for r in end(gang, "succeeded")["restarts"] if r["generation"] == 1]
     died = (10.0, "worker-0", "restarted", {"cause": "killed", "failed_at": 9.0})
-    tell(run, *story, died, (12.0, "worker-0", "resumed", {}))
-    restart = end(run, "succeeded")["restarts"][-1]  # a fault counts for one restart alone
-    assert ("worker-0", detected_s, detected_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
+    tell(alone, *story, died, (12.0, "worker-0", "resumed", {}))
+    restart = end(alone, "succeeded")["restarts"][-1]  # a fault counts for one restart alone
+    assert ("worker-0", alone_s, alone_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
 
 
 def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run):
