@@ -45,11 +45,6 @@ def test_tasks_get_equally_many(nvidia_smi, host, words, workers, expected):
     assert given.memory_bytes >= 2**30 or words == MIG  # of an instance it is not known
 
 
-def test_parameter_servers_workers_may_have_an_instance_each(nvidia_smi):
-    nvidia_smi("2-a100-mig")
-    assert [MIG, OTHER_MIG] == groups(placed(f"{OTHER_MIG},{MIG}", workers=1, ps=1))
-
-
 @pytest.mark.parametrize("words", [*NONSENSE, "0,1\n", "0, 1"])
 def test_words_that_make_no_sense_are_refused(words):
     with pytest.raises(UsageError, match="--gpus"):
@@ -130,8 +125,9 @@ def test_incomplete_tables_are_read_as_far_as_possible_and_indices_as_numbers():
     assert ["0", "9", "10"] == [gpu.id for gpu in nvidia.parse_inventory(text)]
 
 
-def test_mig_is_reported_with_its_instances(nvidia_smi):
+def test_mig_is_reported_with_its_instances_of_which_parameter_servers_workers_may_have_one_each(nvidia_smi):
     nvidia_smi("2-a100-mig")
+    assert [MIG, OTHER_MIG] == groups(placed(f"{OTHER_MIG},{MIG}", workers=1, ps=1))
     machine = nvidia.read_machine("--gpus all")
     assert [True, False] == [gpu.mig for gpu in machine.gpus]
     assert [("MIG 3g.20gb", MIG), ("MIG 3g.20gb", OTHER_MIG)] == [(one.model, one.id) for one in machine.instances]

@@ -110,24 +110,19 @@ def test_the_newest_line_of_each_task_of_a_script_is_shown(run, monkeypatch):
     assert ["worker-0", "ready"] == shown[-1].split()
 
 
-def test_without_a_terminal_the_chief_s_output_is_shown(run, capsys):
-    beat(script(run), "chief", "training")
-    with Live(run) as live:
-        run.log("chief").write_text("one\n10 %\r20 %")
-        live.show(read_status(run))
-        assert "chief | one" in capsys.readouterr().out.splitlines()
-        live.show(read_status(run))
-    assert ["chief | 20 %"] == capsys.readouterr().out.splitlines()
-
-
-def test_a_resumed_script_s_earlier_output_is_not_shown_again(run, capsys):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_without_a_terminal_the_chief_s_output_is_shown_but_not_that_of_before_a_resume(run, capsys, resumed):
     script(run).log("chief").write_text("before\n")
-    run.begin_generation(1, resumed=True)
+    if resumed:
+        run.begin_generation(1, resumed=True)
     with Live(run) as live:
         with run.log("chief").open("a") as log:
-            log.write("after\n")
+            log.write("one\n10 %\r20 %")
         live.show(read_status(run))
-    assert ["chief | after"] == capsys.readouterr().out.splitlines()
+        lines = [] if resumed else ["chief | before"]
+        assert [*lines, "chief | one"] == capsys.readouterr().out.splitlines()
+        live.show(read_status(run))
+    assert ["chief | 20 %"] == capsys.readouterr().out.splitlines()
 
 
 def test_logs_of_several_tasks_carry_their_names(run, capsys):
