@@ -140,7 +140,6 @@ class Placement:
     """The memory of the smallest GPU; 0 if unknown."""
 
     def of(self, task: str) -> tuple[str, ...]:
-        """Return the ids of a task's GPUs."""
         return self.ids.get(task, ())
 
     def environment(self, task: str, given: Collection[str] = ()) -> dict[str, str]:

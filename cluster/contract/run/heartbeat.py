@@ -123,10 +123,9 @@ def slow_timeout_s(run: RunFolder) -> float:
 
 
 class LivenessMonitor:
-    """Watches the heartbeats of a run."""
+    """Watches the heartbeats of a run, by a monotonic clock in seconds."""
 
     def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to watch; `clock` is a monotonic clock in seconds."""
         self._run, self._clock = run, clock
         self._looked = clock()
         self._generation = -1

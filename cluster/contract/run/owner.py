@@ -43,7 +43,6 @@ class Owner(Record, kw_only=False):
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor is alive."""
         return processes.alive(self.supervisor)
 
     def processes(self, table: processes.ProcessTable) -> list[int]:

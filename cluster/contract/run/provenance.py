@@ -22,6 +22,7 @@ ADDED_BY_TASKS = ("data", "environment")
 """The parts of the manifest that the chief adds during training."""
 NOTES = 16
 """Number of notes kept for a name, which may be used in several RUNS_DIRs and again with --fresh."""
+FIX = "set XDG_STATE_HOME to a folder that you own"
 
 
 def write_note(run: RunFolder) -> None:
@@ -78,8 +79,7 @@ def create_folder() -> None:
         problem = f"expected a folder of user {os.geteuid()}, it belongs to user {owner}"
     except OSError as error:
         problem = str(error.strerror)
-    fix = "set XDG_STATE_HOME to a folder that you own"
-    raise PrerequisiteError(f"{folder}, the record of which runs are yours: {problem}; {fix}")
+    raise PrerequisiteError(f"{folder}, the record of which runs are yours: {problem}; {FIX}")
 
 
 def _folder() -> Path:
@@ -88,8 +88,7 @@ def _folder() -> Path:
         return Path(state) / "tf-cluster" / "runs"
     if (home := settings.home()) is None:
         problem = "HOME is not set and the system has no home folder for this user"
-        fix = "set XDG_STATE_HOME to a folder that you own"
-        raise PrerequisiteError(f"{problem}, so there is nowhere to record which runs are yours; {fix}")
+        raise PrerequisiteError(f"{problem}, so there is nowhere to record which runs are yours; {FIX}")
     return home / ".local" / "state" / "tf-cluster" / "runs"
 
 
