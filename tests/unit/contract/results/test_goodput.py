@@ -91,13 +91,3 @@ def test_goodput_is_the_share_of_steps_that_count_with_their_input():
     done = ledger(0, 5.0, 6.0, 100.0, step=30, timed_steps=30, seconds=WORK)
     assert 0.62 == pytest.approx(goodput.share(goodput.split(0.0, 100.0, [done], {})))
     assert goodput.split(0.0, 10.0, [], {1: 3.0}) is goodput.share(None) is None  # the chief recorded nothing
-
-
-def test_the_interval_between_checkpoints_is_that_of_the_newest_ledger_with_a_save():
-    ledgers = [
-        ledger(3, 5.0, 6.0, 20.0),  # from before it was recorded
-        ledger(2, 5.0, 6.0, 20.0, saves={}),
-        ledger(1, 5.0, 6.0, 20.0, saves={"every_s": 9.5, "cost_s": 0.1}),
-        ledger(0, 5.0, 6.0, 20.0, saves={"every_s": None, "cost_s": 0.1}),  # by steps
-    ]
-    assert [9.5, None, None] == [goodput.checkpoint_every_s(known) for known in (ledgers, ledgers[3:], [])]
