@@ -102,8 +102,6 @@ def test_terminal_codes_and_progress_bars_are_no_part_of_an_error(tmp_path):
     message = "Exception encountered when calling Dense.call().\n\n\x1b[1mwrong shape\x1b[0m"
     lines = f"import sys\nsys.stdout.write({bar!r}); sys.stdout.flush()\nraise ValueError({message!r})"
     assert "ValueError: Exception encountered when calling Dense.call(). wrong shape" == error_of(tmp_path, lines)[1]
-    lines = f"import os, sys\nsys.stdout.write({bar!r}); sys.stdout.flush(); os._exit(9)"
-    assert "exit code 9, last line: 8/9 ---- loss: 0.5" == error_of(tmp_path, lines)[1]
 
 
 @pytest.mark.parametrize(

@@ -55,20 +55,6 @@ def test_restarts_are_counted_from_their_own_fault(run):
     ]
 
 
-def test_a_worker_that_restarted_alone_cost_the_others_nothing(run):
-    tell(
-        run,
-        (1.0, "worker-0", "restarted", {"cause": "killed", "failed_at": 0.0}),
-        (2.0, "chief", "resumed", {}),
-        (5.0, "worker-0", "resumed", {}),
-        (6.0, "evaluator", "restarted", {"cause": "killed", "failed_at": 0.0}),  # never the run's concern
-        (7.0, "worker-0", "restarted", {"cause": "killed", "failed_at": 6.5}),
-    )
-    first = {"generation": 0, "task": "worker-0", "cause": "killed", "detected_s": 1.0, "resumed_s": 5.0}
-    second = first | {"detected_s": 0.5, "resumed_s": None}
-    assert [first | {"steps_lost": 0}, second | {"steps_lost": 0}] == end(run, "succeeded")["restarts"]
-
-
 def test_the_summary_counts_a_restart_from_the_injected_fault(run):
     started = read_json(run.control / "started.json")["time"]
     for number, began in [(0, 1.0), (1, 9.0)]:
@@ -102,9 +88,14 @@ def test_a_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(make
     tell(gang, *story, gang_at=10.0)
     assert [gang_s] == [r["detected_s"] for r in end(gang, "succeeded")["restarts"] if r["generation"] == 1]
     died = (10.0, "worker-0", "restarted", {"cause": "killed", "failed_at": 9.0})
-    tell(alone, *story, died, (12.0, "worker-0", "resumed", {}))
+    earlier, later = (
+        (3.0, "worker-0", "resumed", {}),
+        [(11.0, "chief", "resumed", {}), (12.0, "worker-0", "resumed", {})],
+    )
+    tell(alone, earlier, *story, died, *later)
     restart = end(alone, "succeeded")["restarts"][-1]  # a fault counts for one restart alone
     assert ("worker-0", alone_s, alone_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
+    assert ("killed", 0) == (restart["cause"], restart["steps_lost"])
 
 
 def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run):
