@@ -18,7 +18,7 @@ from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 from train.data import store
 from train.data.dataset_record import ArrayRecord, DatasetRecord, ShardRecord, is_user_dataset
-from train.data.prepare.preparation import prepare_dataset, say
+from train.data.prepare.preparation import prepare_dataset
 from train.settings import references
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif calls_function or arguments.command == "examine":
             return _in_another_process(argv, arguments)
         else:
-            say(_write(arguments, [])["text"])
+            store.say(_write(arguments, [])["text"])
     except ClusterError as error:
         print_lines(f"error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -80,7 +80,7 @@ def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespac
         return user_code.reply(lambda: _write(arguments, written), written)
     command, subject = [sys.executable, "-m", "train.data", *(argv or sys.argv[1:])], f"dataset {arguments.name}"
     answer = user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ)
-    say(answer["text"])
+    store.say(answer["text"])
     return EXIT_DONE
 
 
@@ -88,7 +88,7 @@ def _verify(name: str, data_dir: Path) -> None:
     missing = []
     for kind in (ArrayRecord, ShardRecord):
         try:
-            kind.find(data_dir, name).verify(data_dir, say)
+            kind.find(data_dir, name).verify(data_dir)
         except (PrerequisiteError, UsageError) as error:  # a dataset may have only shards
             missing.append(error)
     if len(missing) == 2:

@@ -221,18 +221,18 @@ class DatasetRecord(abc.ABC):
                 raise RunFailed(f"{file.path} has {size_bytes} bytes, {expected}; {again}")
         return record
 
-    def verify(self, data_dir: Path, say: Callable[[str], None]) -> None:
+    def verify(self, data_dir: Path) -> None:
         """Recompute the sha256 of every file, and of the original files that are there; report a line for each."""
         expected = {file.path: file.sha256 for file in self.files}
         expected |= {data_dir / name: digest for name, digest in self.source_files.items()}
         differing = []
         for path, digest in expected.items():
             if not path.exists():
-                say(f"gone      {path} (not needed to train)")
+                store.say(f"gone      {path} (not needed to train)")
             elif sha256(path) == digest:
-                say(f"ok        {path}")
+                store.say(f"ok        {path}")
             else:
-                say(f"DIFFERENT {path}")
+                store.say(f"DIFFERENT {path}")
                 differing.append(str(path))
         if differing:
             changed = ", ".join(differing)

@@ -16,9 +16,15 @@ from typing import Any, TypeVar
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.json_files import DISK_FULL, write_json
+from cluster.system.terminal import print_lines
 from train.settings import references
 
 T = TypeVar("T")
+
+
+def say(message: str) -> None:
+    """Print a line of progress without buffering."""
+    print_lines(f"data: {message}")
 
 
 def slug(name: str) -> str:
@@ -91,7 +97,7 @@ def new_folder(data_dir: Path, kind: str, name: str, version: str) -> Iterator[P
 
 
 @contextlib.contextmanager
-def lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+def lock(data_dir: Path) -> Iterator[None]:
     """Lock `data_dir` for a process that prepares data, as long as it lives, and report errors of its disk."""
     with disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,6 @@ from train.data.batches import BatchSlice, Replicas
 from train.data.dataset_record import SPLITS, show_example, values_in
 from train.data.function import reading
 from train.data.function.reading import DATASET, RANDOM_ACCESS, FunctionRecord, Shard
-from train.data.prepare.preparation import say
 from train.named import Named
 from train.settings import parts
 from train.settings.references import user_errors
@@ -34,7 +33,7 @@ def examine_function(
     examples of datasets without a known length are counted again.
     """
     began = time.time()
-    say(f"calling {name}")
+    store.say(f"calling {name}")
     with store.disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
     returned = {split: reading.call_function(name, split, Shard(0, 1, seed, data_dir)) for split in SPLITS}
@@ -70,7 +69,7 @@ def examine_function(
         with user_errors(f"--dataset {name!r} cannot be built in every epoch, where shard.seed is a tensor"):
             source = reading.FunctionSource(record=record, data_dir=data_dir)
             source.shard_batches(BatchSlice(2, seed, replicas=Replicas(2)), 0)
-    with store.lock(data_dir, say):
+    with store.lock(data_dir):
         write_json(record.path(data_dir, name, record.version), value)
         store.write_pointer(data_dir, record.kind, name, record.version)
     return record
@@ -110,7 +109,7 @@ def _counts(
         if count == tf.data.UNKNOWN_CARDINALITY:
             counted = True
             if known is None:
-                say(f"counting the {split} examples: the dataset does not know its length (see assert_cardinality)")
+                store.say(f"counting the {split} examples: the dataset does not know its length (assert_cardinality)")
                 with user_errors(f"--dataset {name!r}: reading {split}"):
                     count = int(data.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
             else:

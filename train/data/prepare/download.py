@@ -19,12 +19,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.system import processes
 from cluster.system.errors import PrerequisiteError
+from train.data import store
 
 PROBE_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 10.0
@@ -52,14 +53,14 @@ class SourceFile:
     sha256: str
 
 
-def fetch_from_tfds(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
+def fetch_from_tfds(dataset: str, files: Sequence[SourceFile], folder: Path) -> None:
     """Download `files` into `folder`, if the first address answers within `PROBE_TIMEOUT_S`."""
     if not files[0].url:
         raise PrerequisiteError(f"no address of {files[0].name} is known")
     probe(files[0].url)
     deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
     for file in files:
-        say(f"downloading {file.name} ({file.size_bytes / 1e6:.1f} MB) for {dataset}")
+        store.say(f"downloading {file.name} ({file.size_bytes / 1e6:.1f} MB) for {dataset}")
         _download(file, folder / file.name, deadline)
 
 
@@ -106,7 +107,7 @@ def _reason(error: Exception) -> str:
     return str(getattr(cause, "strerror", None) or cause or type(error).__name__)
 
 
-def fetch_from_debian(dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
+def fetch_from_debian(dataset: str, files: Sequence[SourceFile], folder: Path) -> None:
     """Extract the original `files` from Debian's package for `dataset` into `folder`."""
     if dataset not in PACKAGES:
         raise PrerequisiteError(f"Debian has no package of {dataset}")
@@ -117,7 +118,7 @@ def fetch_from_debian(dataset: str, files: Sequence[SourceFile], folder: Path, s
     scratch = folder.resolve() / "apt"  # apt would look for a relative path below its own folders
     for name in ("lists/partial", "cache/archives/partial", "unpacked"):
         (scratch / name).mkdir(parents=True)
-    say(f"fetching Debian's package lists and {package}")
+    store.say(f"fetching Debian's package lists and {package}")
     # The update fails if any repository is unreachable, so only the download counts.
     _, updated = _run([*_apt_get(scratch), "update"], scratch)
     code, downloaded = _run([*_apt_get(scratch), "download", package], scratch)

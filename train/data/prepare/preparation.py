@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 from cluster.system import terminal
 from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
-from cluster.system.terminal import print_lines
 from train import named
 from train.data import store
 from train.data.dataset_record import DTYPES, ArrayRecord, is_user_dataset, values_in
 from train.data.prepare import download
 from train.data.prepare.download import SourceFile
+from train.data.store import say
 from train.named import Named
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from train.data.prepare.jargon_file import JargonFile
     from train.data.prepare.tfds_datasets import TfdsDataset
 
-Say = Callable[[str], None]
-Fetch = Callable[[str, Sequence[SourceFile], Path, Say], None]
+Fetch = Callable[[str, Sequence[SourceFile], Path], None]
 FETCHERS: Mapping[str, Fetch] = {
     "TFDS download": download.fetch_from_tfds,
     "Debian package": download.fetch_from_debian,
@@ -60,16 +59,11 @@ def prepare_dataset(name: str, data_dir: Path, fresh: bool = False) -> ArrayReco
     with contextlib.suppress(PrerequisiteError):
         if not fresh:
             return ArrayRecord.find(data_dir, name)
-    with store.lock(data_dir, say):
+    with store.lock(data_dir):
         with contextlib.suppress(PrerequisiteError):
             if not fresh:  # another process may have prepared them while this one waited
                 return ArrayRecord.find(data_dir, name, version)
         return _prepare(name, version, data_dir)
-
-
-def say(message: str) -> None:
-    """Print a line of progress without buffering."""
-    print_lines(f"data: {message}")
 
 
 def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> ArrayRecord:
@@ -77,7 +71,7 @@ def _prepare_user_dataset(name: str, data_dir: Path, fresh: bool) -> ArrayRecord
 
     say(f"calling {name}")
     dataset = user_dataset.read_dataset(name)
-    with store.lock(data_dir, say):
+    with store.lock(data_dir):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged arrays are written again
                 record = ArrayRecord.find(data_dir, name, dataset.version)
@@ -123,7 +117,7 @@ def _build(name: str, dataset: JargonFile | TfdsDataset, fetch: Fetch, scratch: 
     sources = scratch / "sources"
     shutil.rmtree(sources, ignore_errors=True)  # files of an earlier source
     sources.mkdir()
-    fetch(name, files, sources, say)
+    fetch(name, files, sources)
     wrong = [file.name for file in files if sha256(sources / file.name) != file.sha256]
     if wrong:
         raise PrerequisiteError(f"{', '.join(wrong)} not with the recorded sha256")

@@ -20,7 +20,7 @@ import tensorflow as tf
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from train.data import blocks, store
 from train.data.dataset_record import PARTS, VERSIONS, ArrayRecord, Leaf, ShardRecord, is_user_dataset, show_example
-from train.data.prepare.preparation import prepare_dataset, say
+from train.data.prepare.preparation import prepare_dataset
 from train.data.user_dataset import array_of
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ def write_shards(
     source = _open_source(name, data_dir, size)
     # Runs find the examples they began with, also after a sharding at another size.
     version = source.version if size is None else f"{source.version}-{size}px"
-    with store.lock(data_dir, say):
+    with store.lock(data_dir):
         if not fresh:
             with contextlib.suppress(PrerequisiteError, RunFailed):  # damaged shards are written again
                 record = ShardRecord.find(data_dir, name)
                 if (record.version, record.asked) == (version, asked):
                     return record
         counts = source.open()
-        say(f"sharding {name} {version}: {counts['train']} examples to train, {counts['test']} to test")
+        store.say(f"sharding {name} {version}: {counts['train']} examples to train, {counts['test']} to test")
         with store.new_folder(data_dir, "shards", name, version) as folder:
             index = _write(folder, source, counts, num_shards, size)
             index = {"name": name, "version": version, "classes": source.classes, "asked": asked, **index}

@@ -15,10 +15,10 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from cluster.system.errors import PrerequisiteError, UsageError
+from train.data import store
 from train.data.prepare import download
 from train.data.prepare.download import SourceFile
 from train.data.prepare.jargon_file import Decoded
-from train.data.prepare.preparation import say
 
 logging.set_verbosity(logging.ERROR)  # TFDS warns of every missing folder
 tfds.disable_progress_bar()
@@ -127,7 +127,7 @@ class TfdsSource:
         yield from tfds.as_numpy(dataset)
 
     def _download(self) -> None:
-        say(f"TFDS downloads and builds {self._name} {self.version}")
+        store.say(f"TFDS downloads and builds {self._name} {self.version}")
         try:
             for url in list(getattr(self._builder, "url_infos", None) or {})[:1]:
                 download.probe(url)  # TFDS retries for minutes without internet

@@ -46,7 +46,7 @@ def address(monkeypatch) -> Iterator[str]:
 
 
 def fetch(folder: Path, url: str) -> None:
-    download.fetch_from_tfds("mnist", [SourceFile("file.gz", url, len(CONTENT), "")], folder, lambda line: None)
+    download.fetch_from_tfds("mnist", [SourceFile("file.gz", url, len(CONTENT), "")], folder)
 
 
 def test_a_file_arrives_whole(tmp_path, address):
@@ -118,7 +118,7 @@ def stub(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
 
 def fetch_package(folder: Path, dataset: str = "fashion_mnist") -> None:
     folder.mkdir()
-    download.fetch_from_debian(dataset, FILES, folder, lambda line: None)
+    download.fetch_from_debian(dataset, FILES, folder)
 
 
 def test_the_files_come_out_as_they_originally_were(tmp_path, monkeypatch):

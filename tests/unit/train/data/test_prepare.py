@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from cluster.system.errors import PrerequisiteError, UsageError
 from cluster.system.json_files import read_json
 from tests import fast
+from train.data import store
 from train.data.dataset_record import ArrayRecord, Leaf
 from train.data.prepare import jargon_file
 from train.data.prepare import preparation as prepare
@@ -58,7 +59,7 @@ class Fetcher:
     def __init__(self, content: bytes = CONTENT, reason: str = "") -> None:
         self.content, self.reason, self.calls = content, reason, 0
 
-    def __call__(self, dataset: str, files: Sequence[SourceFile], folder: Path, say: Callable[[str], None]) -> None:
+    def __call__(self, dataset: str, files: Sequence[SourceFile], folder: Path) -> None:
         self.calls += 1
         assert [] == list(folder.iterdir())
         for file in files:
@@ -126,7 +127,7 @@ def test_processes_at_once_prepare_once(tmp_path, monkeypatch):
             assert waiting.acquire(timeout=10) and waiting.acquire(timeout=10)
             super().__call__(*arguments)
 
-    monkeypatch.setattr(prepare, "say", say)
+    monkeypatch.setattr(store, "say", say)
     web = SlowFetcher()
     # flock separates two openings of a file, so threads meet here as processes do.
     threads = [threading.Thread(target=run, args=(tmp_path,), kwargs={"web": web}) for _ in range(3)]
@@ -222,7 +223,7 @@ def test_a_text_is_prepared_from_a_package_and_found(monkeypatch, tmp_path):
     monkeypatch.setattr(jargon_file, "FILE", file)
     monkeypatch.setattr(jargon_file.split_text, "__defaults__", (64,))
 
-    def fetch(dataset, files, folder, say):
+    def fetch(dataset, files, folder):
         (folder / file.name).write_bytes(TEXT)
 
     monkeypatch.setattr(prepare, "FETCHERS", {"package": fetch})
