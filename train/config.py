@@ -6,13 +6,13 @@ import dataclasses
 import math
 import operator
 import os
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from cluster.contract import compatibility, strategies
 from cluster.system.errors import UsageError
+from cluster.system.terminal import warn
 from train.data.dataset_record import VERSIONS
 from train.pipeline.schedule import SCHEDULES
 from train.saving import timer
@@ -316,7 +316,5 @@ def _known(part: type[Any], value: dict[str, Any], prefix: str = "") -> dict[str
     """Return the settings that this dataclass of the configuration has; warn of others."""
     known = {item.name for item in fields(part)}
     if unknown := [parts.option(prefix + name) for name in value if name not in known]:
-        print(
-            f"warning: {', '.join(unknown)} of a run's config.json: unknown to this version, ignored", file=sys.stderr
-        )
+        warn(f"{', '.join(unknown)} of a run's config.json: unknown to this version, ignored")
     return {name: setting for name, setting in value.items() if name in known}

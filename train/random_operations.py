@@ -4,10 +4,11 @@ After a restart they begin again, and every task draws the same, so that neither
 """
 
 import functools
-import sys
 from collections.abc import Iterator
 
 import tensorflow as tf
+
+from cluster.system.terminal import warn
 
 DRAWING = frozenset(
     {
@@ -41,15 +42,14 @@ def warn_of_assigning(where: str, graph: tf.Graph) -> None:
     others = [variable for variable in graph.variables if "seed_generator" not in variable.name]
     if others and find_operations(graph) & ASSIGNING:
         problem = "which begins again after a restart, and which evaluations assign, too"
-        print(f"warning: {where} assigns a variable, {problem}; keep it in a layer of the model", file=sys.stderr)
+        warn(f"{where} assigns a variable, {problem}; keep it in a layer of the model")
 
 
 @functools.cache
 def _warn(where: str, operation: str) -> None:
-    print(
-        f"warning: {where} draws by TensorFlow's {operation}, which begins again after a restart and is the same in "
-        "every task; use keras.random with a keras.random.SeedGenerator",
-        file=sys.stderr,
+    warn(
+        f"{where} draws by TensorFlow's {operation}, which begins again after a restart and is the same in every task; "
+        "use keras.random with a keras.random.SeedGenerator"
     )
 
 

@@ -61,6 +61,11 @@ def print_lines(*lines: str, file: TextIO | None = None) -> None:
         print(line, file=file, flush=True)
 
 
+def warn(message: str) -> None:
+    """Print a warning to stderr, as standard output may be JSON."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def print_wait(line: str) -> None:
     """Print what a command waits for, if stderr is a terminal."""
     if sys.stderr.isatty():

@@ -1,13 +1,13 @@
 """Checks of a user's model for `--loop fit`, whose own `train_step` and `compute_loss` Keras calls."""
 
 import inspect
-import sys
 import types
 from typing import Any
 
 from tensorflow import keras
 
 from cluster.system.errors import UsageError
+from cluster.system.terminal import warn
 from train.config import TrainConfig
 from train.model import layer_state, models
 
@@ -58,11 +58,10 @@ def warn_of_sum(model: keras.Model, replicas: int) -> None:
     else:
         method = "compute_loss"
     if not dividing & used and not _uses_keras_loss(model, functions, used):
-        print(
-            f"warning: the gradients of {replicas} replicas are added up, and {type(model).__name__}.{method} does not "
-            "divide its loss by their number, as Keras's compute_loss and losses do; divide it by "
-            "tf.distribute.get_strategy().num_replicas_in_sync, but not what its metrics are given",
-            file=sys.stderr,
+        warn(
+            f"the gradients of {replicas} replicas are added up, and {type(model).__name__}.{method} does not divide "
+            "its loss by their number, as Keras's compute_loss and losses do; divide it by "
+            "tf.distribute.get_strategy().num_replicas_in_sync, but not what its metrics are given"
         )
 
 

@@ -5,7 +5,6 @@ The model must take the data, and be trainable in parts or in stages.
 
 import contextlib
 import functools
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tensorflow import keras
 
 from cluster.contract.compatibility import precision_of
 from cluster.system.errors import UsageError
+from cluster.system.terminal import warn
 from train import named, patches, random_operations
 from train.config import TrainConfig
 from train.data import feeds, opening
@@ -79,16 +79,14 @@ def check_parts(
     _check_gradients(config, model, source.feature_shape, cut=bool(stages))
     _check_ranges(config, model, source)
     if getattr(model, "compiled", False):
-        print(
-            f"warning: --model {config.model!r} is compiled, which has no effect: name optimizer, loss and metrics by "
-            "--optimizer.name, --loss and --metrics",
-            file=sys.stderr,
+        warn(
+            f"--model {config.model!r} is compiled, which has no effect: name optimizer, loss and metrics by "
+            "--optimizer.name, --loss and --metrics"
         )
     if type(model).test_step is not keras.Model.test_step:
-        print(
-            f"warning: --model {config.model!r} overrides test_step, which evaluations do not call: their results are "
-            "those of --loss and --metrics",
-            file=sys.stderr,
+        warn(
+            f"--model {config.model!r} overrides test_step, which evaluations do not call: their results are those of "
+            "--loss and --metrics"
         )
     outputs = models.call_symbolically(model, source.feature_shape)
     shapes = source.label_shape, models.output_shapes(outputs)
@@ -183,11 +181,7 @@ def _check_assigned_weights(config: TrainConfig, model: keras.Model, graph: tf.G
         problem = f"--model {config.model!r}: a layer assigns the weight {path}, which each replica or micro-batch does"
         if config.micro_batches > 1 or config.bitwise_elastic:
             raise UsageError(f"{problem} by itself; make it with add_weight(trainable=False)")
-        print(
-            f"warning: {problem} by itself; if the value depends on the examples, make it with "
-            "add_weight(trainable=False)",
-            file=sys.stderr,
-        )
+        warn(f"{problem} by itself; if the value depends on the examples, make it with add_weight(trainable=False)")
 
 
 def _check_gradients(config: TrainConfig, model: keras.Model, feature_shape: Named, *, cut: bool) -> None:
@@ -240,10 +234,9 @@ def _warn_of_tensorflow(config: TrainConfig, model: keras.Model, graph: tf.Graph
     assigned = layer_state.find_assigned(variables, graph)
     trainable = [where for where, variable in variables.items() if variable.trainable and where not in assigned]
     if trainable:
-        print(
-            f"warning: --model {config.model!r}: {trainable[0]} is a tf.Variable, which Keras 3 does not train; make "
-            "it with add_weight, or with trainable=False if it is not to be trained",
-            file=sys.stderr,
+        warn(
+            f"--model {config.model!r}: {trainable[0]} is a tf.Variable, which Keras 3 does not train; make it with "
+            "add_weight, or with trainable=False if it is not to be trained"
         )
     random_operations.warn_of_drawing(f"--model {config.model!r}", graph)
 

@@ -1,7 +1,6 @@
 """Examines a dataset function before a run starts: the form, shapes and number of its examples."""
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,6 +12,7 @@ import tensorflow as tf
 from cluster.contract import kept_results, user_code
 from cluster.system.errors import UsageError
 from cluster.system.json_files import write_json
+from cluster.system.terminal import warn
 from train import named, random_operations
 from train.data import store
 from train.data.batches import BatchSlice, Replicas
@@ -79,16 +79,14 @@ def _warn_of_random_numbers(name: str, dataset: tf.data.Dataset) -> None:
     """Warn of a training split with random numbers that do not follow from the shard's seed."""
     found = set[str]().union(*map(random_operations.find_operations, random_operations.graphs_of(dataset)))
     if drawing := found & random_operations.DRAWING:
-        print(
-            f"warning: --dataset {name!r} draws by TensorFlow's {min(drawing)}, whose numbers begin again after a "
-            "restart; use tf.random.stateless_* or tf.image.stateless_* with shard.seed",
-            file=sys.stderr,
+        warn(
+            f"--dataset {name!r} draws by TensorFlow's {min(drawing)}, whose numbers begin again after a restart; use "
+            "tf.random.stateless_* or tf.image.stateless_* with shard.seed"
         )
     if found & random_operations.ASSIGNING:
-        print(
-            f"warning: --dataset {name!r} assigns a variable, as a random layer of Keras does, which has its first "
-            "value again after a restart",
-            file=sys.stderr,
+        warn(
+            f"--dataset {name!r} assigns a variable, as a random layer of Keras does, which has its first value again "
+            "after a restart"
         )
 
 
