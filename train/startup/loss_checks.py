@@ -4,8 +4,8 @@ They must take labels and outputs as the loops pass them, and return values whos
 """
 
 import math
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from cluster.system.errors import ClusterError, UsageError
 from cluster.system.messages import described
+from cluster.system.terminal import warn
 from train import named
 from train.config import TrainConfig
 from train.data.batches import BatchSlice
@@ -23,6 +24,33 @@ from train.named import Named
 
 EXAMPLES = 2
 """Size of the batch for checks of shapes."""
+
+
+@dataclass(frozen=True)
+class _Specs:
+    """Specs of what a loss compares in a batch of `EXAMPLES`; of the masks of outputs, None for none."""
+
+    labels: Named
+    outputs: Named
+    masks: list[Any]
+
+    def trace(self, function: Callable[..., Any], examples: int = EXAMPLES) -> Any:
+        """Trace a function of labels and outputs, to which their masks are attached."""
+
+        def masked(labels: Named, outputs: Named, output_masks: list[Any]) -> Any:
+            for output, mask in zip(tf.nest.flatten(outputs), output_masks, strict=True):
+                if mask is not None:
+                    output._keras_mask = mask
+            return function(labels, outputs)
+
+        specs = _each_spec(
+            lambda spec: tf.TensorSpec([examples, *spec.shape[1:]], spec.dtype),
+            [self.labels, self.outputs, self.masks],
+        )
+        return tf.function(masked, autograph=False).get_concrete_function(*specs)
+
+    def __str__(self) -> str:
+        return f"labels {_described(self.labels)} and outputs {_described(self.outputs, dtype=False)}"
 
 
 def check_objective(
@@ -44,67 +72,52 @@ def check_objective(
         raise UsageError(
             f"--loop fit under parameter servers with a mask of --model {config.model!r}; use --loop custom"
         )
-    mask_specs = [_spec(mask, tf.bool) for mask in output_masks]
-    labels = source.train_dataset(BatchSlice(EXAMPLES, seed=0)).element_spec.labels
-    outputs = tf.nest.map_structure(_spec, outputs)
-    graph = _check_function(f"--loss {config.loss!r}", labels, outputs, mask_specs, objective.loss)
-    if num_parts > 1 and _depends_on_others(labels, outputs, objective.loss):
-        print(
-            f"warning: --loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of "
-            f"the {num_parts} replicas, micro-batches or virtual shards sees only a part of that; a larger "
-            "--global-batch makes the parts larger",
-            file=sys.stderr,
+    specs = _Specs(
+        source.train_dataset(BatchSlice(EXAMPLES, seed=0)).element_spec.labels,
+        _each_spec(lambda output: tf.TensorSpec([EXAMPLES, *output.shape[1:]], "float32"), outputs),
+        _each_spec(lambda mask: tf.TensorSpec([EXAMPLES, *mask.shape[1:]], tf.bool), output_masks),
+    )
+    graph = _check_function(f"--loss {config.loss!r}", specs, objective.loss)
+    if num_parts > 1 and _depends_on_others(specs, objective.loss):
+        warn(
+            f"--loss {config.loss!r}: the loss of an example depends on the others of its batch, and each of the "
+            f"{num_parts} replicas, micro-batches or virtual shards sees only a part of that; a larger --global-batch "
+            "makes the parts larger"
         )
-    _check_masks(config, objective, labels, outputs, mask_specs, strategy=strategy)
-    masks_by_head = tf.nest.pack_sequence_as(outputs, mask_specs)
+    _check_masks(config, objective, specs, strategy=strategy)
+    masks_by_head = tf.nest.pack_sequence_as(specs.outputs, specs.masks)
     for head, one in objective.heads.items():
-        where = f"--loss {config.loss!r}: {head}"
-        _check_positions(where, labels[head], outputs[head], [masks_by_head[head]], one.loss)
+        of_head = _Specs(specs.labels[head], specs.outputs[head], [masks_by_head[head]])
+        _check_positions(f"--loss {config.loss!r}: {head}", of_head, one.loss)
     for name, metric in objective.metrics.items():
-        _check_function(f"--metrics {config.metrics!r}: {name}", labels, outputs, mask_specs, metric)
+        _check_function(f"--metrics {config.metrics!r}: {name}", specs, metric)
     return graph
 
 
-def _spec(tensor: Any, dtype: Any = "float32") -> Any:
-    """Return the spec of a symbolic tensor for a batch of `EXAMPLES`; None for None."""
-    return None if tensor is None else tf.TensorSpec([EXAMPLES, *tensor.shape[1:]], dtype)
+def _each_spec(function: Callable[[Any], Any], specs: Any) -> Any:
+    """Apply a function to each tensor or spec of a structure; None stays None."""
+    return tf.nest.map_structure(lambda spec: None if spec is None else function(spec), specs)
 
 
-def _check_function(
-    where: str, labels: Named, outputs: Named, output_masks: list[Any], function: Callable[..., Any]
-) -> tf.Graph:
+def _check_function(where: str, specs: _Specs, function: Callable[..., Any]) -> tf.Graph:
     try:
-        concrete = _with_masks(function).get_concrete_function(labels, outputs, output_masks)
-        losses = concrete.structured_outputs
+        concrete = specs.trace(function)
     except ClusterError:
         raise
     except BaseException as error:
-        raise UsageError(f"{where} fails on {_compared(labels, outputs)}: {described(error)[-300:]}") from None
+        raise UsageError(f"{where} fails on {specs}: {described(error)[-300:]}") from None
+    losses = concrete.structured_outputs
     shape = getattr(losses, "shape", None)
     if shape is None or not shape.is_compatible_with([EXAMPLES]):
         returned = type(losses).__name__ if shape is None else f"shape {shape}"
         raise UsageError(
             f"{where} returns {returned} for {EXAMPLES} examples; expected ({EXAMPLES},), a value for each"
         )
-    _check_positions(where, labels, outputs, output_masks, function)
+    _check_positions(where, specs, function)
     return concrete.graph
 
 
-def _with_masks(function: Callable[..., Any]) -> Any:
-    """Return a `tf.function` of labels, outputs and a list of their masks, which attaches these to the outputs."""
-
-    def masked(labels: Named, outputs: Named, output_masks: list[Any]) -> Any:
-        for output, mask in zip(tf.nest.flatten(outputs), output_masks, strict=True):
-            if mask is not None:
-                output._keras_mask = mask
-        return function(labels, outputs)
-
-    return tf.function(masked, autograph=False)
-
-
-def _check_masks(
-    config: TrainConfig, objective: Objective, labels: Named, outputs: Named, output_masks: list[Any], *, strategy: str
-) -> None:
+def _check_masks(config: TrainConfig, objective: Objective, specs: _Specs, *, strategy: str) -> None:
     """Check that the loss ignores no mask of the outputs, and adds none whose positions a step cannot count."""
 
     def trace(labels: Named, outputs: Named) -> None:
@@ -126,37 +139,26 @@ def _check_masks(
                 "set it, values._keras_mask = outputs[...]._keras_mask, or give each output a loss"
             )
 
-    _with_masks(trace).get_concrete_function(labels, outputs, output_masks)
+    specs.trace(trace)
 
 
-def _check_positions(
-    where: str, labels: Named, outputs: Named, output_masks: list[Any], function: Callable[..., Any]
-) -> None:
+def _check_positions(where: str, specs: _Specs, function: Callable[..., Any]) -> None:
     """Check that a function does not compare the labels of each example with the outputs of all."""
     if not isinstance(function, Averaged):
         return
-
-    def shape(examples: int) -> Any:
-        specs = tf.nest.map_structure(
-            lambda spec: None if spec is None else tf.TensorSpec([examples, *spec.shape[1:]], spec.dtype),
-            [labels, outputs, output_masks],
-        )
-        return _with_masks(function.values).get_concrete_function(*specs).structured_outputs.shape
-
-    if (few := shape(EXAMPLES))[1:] != shape(EXAMPLES + 1)[1:]:
+    few, more = (specs.trace(function.values, EXAMPLES + at).structured_outputs.shape for at in range(2))
+    if few[1:] != more[1:]:
         raise UsageError(
-            f"{where} returns {few} for {EXAMPLES} examples, as {_compared(labels, outputs)} broadcast to all pairs of "
-            "examples; give both the same shape, such as by labels[:, None]"
+            f"{where} returns {few} for {EXAMPLES} examples, as {specs} broadcast to all pairs of examples; give both "
+            "the same shape, such as by labels[:, None]"
         )
 
 
-def _depends_on_others(labels: Named, outputs: Named, loss: Callable[..., Any]) -> bool:
+def _depends_on_others(specs: _Specs, loss: Callable[..., Any]) -> bool:
     """Whether the loss of an example depends on the other examples of a batch, tested with random numbers."""
     random = np.random.default_rng(0)
 
     def drawn(spec: Any) -> Any:
-        if spec is None:
-            return None
         size = [3, *spec.shape[1:]]
         return tf.constant(
             random.normal(size=size) if spec.dtype.is_floating else random.integers(0, 2, size), spec.dtype
@@ -164,19 +166,14 @@ def _depends_on_others(labels: Named, outputs: Named, loss: Callable[..., Any]) 
 
     def first(*places: int) -> float:
         """Return the loss of the first of some of the examples."""
-        batch = tf.nest.map_structure(lambda all_3: None if all_3 is None else tf.gather(all_3, places), three)
-        return float(loss(*batch)[0])
+        return float(loss(*_each_spec(lambda all_3: tf.gather(all_3, places), three))[0])
 
-    three = tf.nest.map_structure(drawn, [labels, outputs])
+    three = _each_spec(drawn, [specs.labels, specs.outputs])
     try:
         one, other = first(0, 1), first(0, 2)
     except BaseException:  # it may accept only some numbers
         return False
     return math.isfinite(one) and not math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
-
-
-def _compared(labels: Named, outputs: Named) -> str:
-    return f"labels {_described(labels)} and outputs {_described(outputs, dtype=False)}"
 
 
 def _described(specs: Named, *, dtype: bool = True) -> str:
