@@ -29,26 +29,20 @@ from train.startup import model_checks, model_sizes
 layers = keras.layers
 
 
-class Counts(layers.Layer):
-    def __init__(self, variable: Any) -> None:
-        super().__init__(name="counts")
-        self.count = variable
+class Keeps(layers.Layer):
+    """Has variables that Keras does not make, and does something with them in `call`."""
+
+    def __init__(self, kept: Any, act: Callable[[Any, Any], Any] = lambda _kept, inputs: inputs) -> None:
+        super().__init__(name="keeps")
+        self.kept, self.act = kept, act
 
     def call(self, inputs: Any) -> Any:
-        self.count.assign(self.count + 1.0)
-        return inputs
+        return self.act(self.kept, inputs)
 
 
-class CountsInside(layers.Layer):
-    """Assigns a variable in a list in a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__(name="counts")
-        self.kept = {"counts": [tf.Variable(0.0, trainable=False)]}
-
-    def call(self, inputs: Any) -> Any:
-        self.kept["counts"][0].assign_add(1.0)
-        return inputs
+def add_1(variable: Any, inputs: Any) -> Any:
+    variable.assign(variable + 1.0)
+    return inputs
 
 
 class Assigns(layers.Layer):
@@ -92,24 +86,13 @@ class Moving(ByLoss):
         return inputs
 
 
-class WithVariable(layers.Layer):
-    def __init__(self) -> None:
-        super().__init__(name="shift")
-        self.by = tf.Variable(1.0)
-
-    def call(self, inputs: Any) -> Any:
-        return inputs + self.by
-
-
 class Penalized(keras.Model):
     def compute_loss(self, *arguments: Any, **named: Any) -> Any:
         return super().compute_loss(*arguments, **named) + 1.0
 
 
-def bank(value: Any, **how: Any) -> layers.Layer:
-    layer = layers.Identity(name="bank")
-    layer.kept = [tf.Variable(value, trainable=False, **how)]
-    return layer
+def untrained(value: Any, **how: Any) -> tf.Variable:
+    return tf.Variable(value, trainable=False, **how)
 
 
 def chain(*parts: Any) -> Callable[..., keras.Model]:
@@ -140,10 +123,6 @@ def compiled(shape: Any, outputs: Any) -> keras.Model:
 class WithTestStep(keras.Sequential):
     def test_step(self, data: Any) -> dict[str, Any]:
         return {"loss": tf.reduce_mean(self(data[0]))}
-
-
-def of_probabilities(shape: Any, outputs: Any) -> keras.Model:
-    return keras.Sequential([keras.Input(shape), layers.Dense(outputs, "softmax")])
 
 
 def penalized(shape: Any, outputs: Any) -> keras.Model:
@@ -202,16 +181,16 @@ MODELS = {
     "in_half": in_half,
     "compiled": compiled,
     "tested": lambda shape, outputs: WithTestStep([keras.Input(shape), layers.Dense(outputs)]),
-    "of_probabilities": of_probabilities,
+    "of_probabilities": lambda shape, k: keras.Sequential([keras.Input(shape), layers.Dense(k, "softmax")]),
     "penalized": penalized,
     "stateful": lambda shape, outputs: chain(
         lambda: layers.Reshape((1, 2)), lambda: layers.LSTM(2, stateful=True, name="memory")
     )(shape, outputs, batch_size=2),
     "with_optimizer": with_optimizer,
     "with_built_optimizer": functools.partial(with_optimizer, built=True),
-    "inside": chain(CountsInside),
-    "summed": chain(lambda: Counts(tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.SUM))),
-    "of_keras": chain(lambda: Counts(keras.Variable(0.0, trainable=False))),
+    "inside": chain(lambda: Keeps({"a": [untrained(0.0)]}, lambda kept, inputs: add_1(kept["a"][0], inputs))),
+    "summed": chain(lambda: Keeps(untrained(0.0, aggregation=tf.VariableAggregation.SUM), add_1)),
+    "of_keras": chain(lambda: Keeps(keras.Variable(0.0, trainable=False), add_1)),
     "normalized": chain(layers.BatchNormalization),
     "of_int32": of_int32,
     "of_two": of_two,
@@ -221,10 +200,10 @@ MODELS = {
     "moving": chain(Moving),
     "spectral": chain(lambda: layers.SpectralNormalization(layers.Dense(2))),
     "drawing": chain(lambda: layers.Lambda(lambda values: values + tf.random.normal(tf.shape(values)))),
-    "of_tensorflow": chain(WithVariable),
-    "growing": chain(lambda: bank(tf.zeros([0, 2]), shape=[None, 2])),
-    "of_words": chain(lambda: bank(["a", "b"])),
-    "of_text": chain(lambda: bank("a")),
+    "of_tensorflow": chain(lambda: Keeps(tf.Variable(1.0), lambda kept, inputs: inputs + kept)),
+    "growing": chain(lambda: Keeps([untrained(tf.zeros([0, 2]), shape=[None, 2])])),
+    "of_words": chain(lambda: Keeps([untrained(["a", "b"])])),
+    "of_text": chain(lambda: Keeps([untrained("a")])),
 }
 
 
@@ -267,8 +246,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     ("model", "taken", "refused", "named"),
     [
         ("inside", {}, {"replicas": 2, "divisor": 1}, "^--global-batch: .* 4 examples"),
-        ("inside", {}, {"replicas": 2}, r"counts.kept\['counts'\]\[0\]"),
-        ("summed", {"replicas": 2}, {"micro_batches": 2}, "counts.count"),
+        ("inside", {}, {"replicas": 2}, r"keeps.kept\['a'\]\[0\]"),
+        ("summed", {"replicas": 2}, {"micro_batches": 2}, "keeps.kept"),
         ("conditional", {}, {"replicas": 2}, "/seen"),
         ("plain", {"optimizer": ACCUMULATING}, {"optimizer": ACCUMULATING, "replicas": 2}, "gradient_accumulation"),
         ("of_int32", {"largest": 2**31 - 1}, {"largest": 2**31}, str(2**31)),
@@ -282,8 +261,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("with_optimizer", None, {"loop": "fit"}, r"Penalized.other .* build\(variables\)"),
         ("moving", {"replicas": 2}, {"micro_batches": 2}, "assigns the weight .*/center"),
         ("in_float8", None, {}, "float8"),
-        ("growing", None, {}, r"bank.kept\[0\]"),
-        ("of_words", None, {}, r"bank.kept\[0\]"),
+        ("growing", None, {}, r"keeps.kept\[0\]"),
+        ("of_words", None, {}, r"keeps.kept\[0\]"),
         ("recomputed", {}, {"bitwise_elastic": 2}, "--bitwise-elastic: the gradient of .*kernel"),
         ("of_probabilities", {"loss": "tried_parts:entropy"}, {}, "softmax"),
         ("plain", IGNORING | {"replicas": 2}, IGNORING | {"micro_batches": 2}, "--loss .* mask"),
@@ -330,7 +309,7 @@ COMPARED = "depends on the others of its batch"
     [
         ("compiled", {}, "--optimizer.name, --loss and --metrics"),
         ("tested", {}, "test_step"),
-        ("of_tensorflow", {}, "shift.by"),
+        ("of_tensorflow", {}, "keeps.kept"),
         ("drawing", {}, "RandomStandardNormal"),
         ("plain", {"loss": "tried_parts:noisy"}, "--loss .* RandomUniform"),
         ("plain", {"loss": "tried_parts:counting"}, "--loss .* assigns a variable"),
