@@ -93,6 +93,9 @@ OUT_OF_RANGE = {
     "--optimizer.clip-norm": ["-1", "nan"],
     "--optimizer.end-share": ["2"],
     "--optimizer.ema": ["1"],
+    "--transformer.layers": ["0"],
+    "--transformer.width": ["10"],
+    "--transformer.context": ["100"],
     "--checkpoint-every": ["0", "-1", "30m", "abc", "-5s", "0s", "0.05s", "2.5", "30 s", "1e3s", "infs", "", "Auto"],
 }
 

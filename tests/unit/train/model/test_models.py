@@ -24,7 +24,6 @@ from train.model import input_types, masks, models, objectives, optimizers
 from train.model.architectures import transformer_lm
 from train.saving import saved_weights
 from train.saving.checkpoint import CheckpointManager
-from train.settings.overrides import resolve_config
 from train.settings.parts import Optimizer
 from train.strategy import precision_policy
 
@@ -159,15 +158,6 @@ def test_options_set_the_size_of_a_transformer():
 def test_examples_of_a_transformer_must_be_sequences():
     with pytest.raises(UsageError):
         transformer_lm((28, 28, 1), 10)
-
-
-@pytest.mark.parametrize(
-    "words", [("--transformer.width", "10"), ("--transformer.context", "100"), ("--transformer.layers", "0")]
-)
-def test_a_size_that_a_transformer_cannot_have_is_refused(words):
-    resolve_config("transformer_lm", ["--transformer.layers", "2"])
-    with pytest.raises(UsageError):
-        resolve_config("transformer_lm", words)
 
 
 # Losses, metrics and optimizers. Numbers of the built-in ones: `tests/differential`
