@@ -101,34 +101,32 @@ class CheckpointManager:
             except RunFailed:  # in all tasks, as some can read no checkpoint; all restore the snapshot
                 return NO_CHECKPOINT
 
-        if snapshots and (step := snapshots.restore(listed, newest_good)) is not None:
+        restored = snapshots.restore(listed, newest_good) if snapshots else None
+        if restored is not None:
             self.restored_from = "memory"
-            if self.writes:
-                checkpoint_files.set_aside(self.folder, step)
-                checkpoint_files.delete_leftovers(self.folder, self.generation)
-            return step
-        newest = agree()
-        if newest is not None:
-            self.restored_from = "checkpoint"
-            saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(newest.prefix)}
-            optional = {name: part for name, part in self._optional.items() if name in saved_parts}
-            optimizer = as_saved(self.optimizer, newest.prefix)
-            checkpoint = tf.train.Checkpoint(**self._parts | optional | {"optimizer": optimizer})
-            if self.joint:
-                mirror = Mirror(checkpoint, lambda variable: variable if variable.is_initialized() else None)
-                checkpoint = mirror.checkpoint
-            try:
-                checkpoint.read(newest.prefix).assert_existing_objects_matched()
-            except (AssertionError, ValueError) as error:
-                reason = " ".join(str(error).split())[:300].rstrip(".")
-                raise UsageError(
-                    f"the checkpoint of step {newest.step} is that of another model or optimizer: {reason}; undo the "
-                    f"change of your code, or begin a new run with --init-from {self.folder.parent.name}"
-                ) from None
+        elif newest := agree():
+            self._read(newest)
+            self.restored_from, restored = "checkpoint", newest.step
         if self.writes:
-            checkpoint_files.set_aside(self.folder, newest.step if newest else -1)
+            checkpoint_files.set_aside(self.folder, NO_CHECKPOINT if restored is None else restored)
             checkpoint_files.delete_leftovers(self.folder, self.generation)
         return int(self.step.numpy())
+
+    def _read(self, saved: Saved) -> None:
+        saved_parts = {name.partition("/")[0] for name, _ in tf.train.list_variables(saved.prefix)}
+        optional = {name: part for name, part in self._optional.items() if name in saved_parts}
+        optimizer = as_saved(self.optimizer, saved.prefix)
+        checkpoint = tf.train.Checkpoint(**self._parts | optional | {"optimizer": optimizer})
+        if self.joint:
+            checkpoint = Mirror(checkpoint, lambda variable: variable if variable.is_initialized() else None).checkpoint
+        try:
+            checkpoint.read(saved.prefix).assert_existing_objects_matched()
+        except (AssertionError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300].rstrip(".")
+            raise UsageError(
+                f"the checkpoint of step {saved.step} is that of another model or optimizer: {reason}; undo the change "
+                f"of your code, or begin a new run with --init-from {self.folder.parent.name}"
+            ) from None
 
     def prepare(self) -> Snapshot:
         """Return the copy of the variables that a save writes; the first call creates it.
