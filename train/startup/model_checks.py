@@ -150,10 +150,8 @@ def _check_logits(config: TrainConfig, model: keras.Model, feature_shape: Named,
 
 def _check_state(model: keras.Model, feature_shape: Named, num_parts: int, config: TrainConfig) -> None:
     """Check that layers' state can be combined in a step of several parts, or of virtual shards."""
-    state, weights = (
-        layer_state.LayerState(model, num_parts),
-        model.trainable_variables if config.bitwise_elastic else [],
-    )
+    state = layer_state.LayerState(model, num_parts)
+    weights = model.trainable_variables if config.bitwise_elastic else []
     unknown = layer_state.tensorflow_variables(model) if num_parts > 1 else {}
 
     def forward(features: Named) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 from train.config import TrainConfig
 from train.patches.quick_imports import quick_imports
 
-DEFAULTS = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 ONEDNN = {"on": "1", "avx512": "1", "avx2": "1", "off": "0"}
 """`TF_ENABLE_ONEDNN_OPTS` for each `--onednn` but `auto`: TensorFlow's choice, or `off` with `deterministic`."""
 LARGEST_ISA = {"avx512": "AVX512_CORE", "avx2": "AVX2"}
@@ -16,8 +15,7 @@ LARGEST_ISA = {"avx512": "AVX512_CORE", "avx2": "AVX2"}
 def set_variables(config: TrainConfig, strategy: str) -> None:
     """Set the variables that TensorFlow and Keras read, unless the user has. Call before TensorFlow is imported."""
     os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever the user's Keras is configured for
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     onednn = "off" if config.onednn == "auto" and config.deterministic else config.onednn
     if onednn in LARGEST_ISA:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", LARGEST_ISA[onednn])

@@ -177,6 +177,10 @@ def describe_example(subject: str, example: tuple[Any, ...]) -> dict[str, Named]
     """Describe an example for `Split.example`, from NumPy arrays or a dataset's element specification."""
 
     def leaf(part: str, value: Any) -> Leaf:
+        if not isinstance(value, tf.TensorSpec | np.ndarray):
+            raise UsageError(
+                f"{subject}: {part} are {type(value).__name__}; expected an array or a dictionary of arrays"
+            )
         shape = value.shape
         if isinstance(shape, tf.TensorShape):
             if not shape.is_fully_defined():
@@ -188,11 +192,6 @@ def describe_example(subject: str, example: tuple[Any, ...]) -> dict[str, Named]
     described_parts = {}
     for part, values in zip(PARTS, example, strict=False):
         check_names(f"{subject}: {part}", values)
-        for value in named.leaves(values):
-            if not isinstance(value, tf.TensorSpec | np.ndarray):
-                raise UsageError(
-                    f"{subject}: {part} are {type(values).__name__}; expected an array or a dictionary of arrays"
-                )
         described_parts[part] = named.each(lambda value, part=part: leaf(part, value), values)
     if "weights" in described_parts and getattr(described_parts["weights"], "shape", None) != ():
         raise UsageError(f"{subject}: {show_example({'weights': described_parts['weights']})}; expected one number")
