@@ -141,12 +141,11 @@ class Snapshot(Mirror):
     TensorFlow's asynchronous checkpoints do the same, but fail with Keras 3's variables.
     """
 
-    def __init__(self, checkpoint: tf.train.Checkpoint, names: Mapping[int, str] | None = None) -> None:
+    def __init__(self, checkpoint: tf.train.Checkpoint, names: Mapping[int, str]) -> None:
         """Copy the variables, which may lack a value in this task; `names`, by `id`, are saved with the values."""
-        known = names or {}
 
         def copy(variable: tf.Variable) -> tf.Variable:
-            name = known.get(id(variable))
+            name = names.get(id(variable))
             if not has_value(variable):
                 return _new_handle(variable, name)
             return tf.Variable(variable, trainable=False, dtype=variable.dtype, name=name)
@@ -171,7 +170,7 @@ class Snapshot(Mirror):
         return None
 
 
-def _new_handle(variable: tf.Variable, name: str | None = None) -> UninitializedVariable:
+def _new_handle(variable: tf.Variable, name: str | None) -> UninitializedVariable:
     return UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype, name=name)
 
 

@@ -50,14 +50,16 @@ def warn_of_sum(model: keras.Model, replicas: int) -> None:
     """Warn of a loss that is not divided by the number of replicas, whose gradients are added up."""
     if replicas == 1 or not (method := models.find_override(model)):
         return
-    functions = _own_functions(model)
-    used, dividing = set().union(*(_names_in(function.__code__) for function in functions)), DIVIDING
-    own_loss = _function(type(model).compute_loss) if type(model).compute_loss is not keras.Model.compute_loss else None
-    if own_loss is None or OF_KERAS & _names_in(own_loss.__code__):
+    functions, values = _find_used(model)
+    names, dividing = set().union(*(_names_in(function.__code__) for function in functions)), DIVIDING
+    compute_loss = _function(type(model).compute_loss)
+    if compute_loss is keras.Model.compute_loss or OF_KERAS & _names_in(compute_loss.__code__):
         dividing |= OF_KERAS
     else:
         method = "compute_loss"
-    if not dividing & used and not _uses_keras_loss(model, functions, used):
+    dividing |= {name for name, kind in vars(keras.losses).items() if isinstance(kind, type)}  # what they reduce
+    losses = [value for value in values if isinstance(value, keras.losses.Loss)]
+    if not dividing & names and all(loss.reduction in (None, "none") for loss in losses):
         warn(
             f"the gradients of {replicas} replicas are added up, and {type(model).__name__}.{method} does not divide "
             "its loss by their number, as Keras's compute_loss and losses do; divide it by "
@@ -65,36 +67,26 @@ def warn_of_sum(model: keras.Model, replicas: int) -> None:
         )
 
 
-def _uses_keras_loss(model: keras.Model, functions: list[types.FunctionType], used: set[str]) -> bool:
-    """Whether a model's methods use loss objects of Keras, which divide what they reduce."""
+def _find_used(model: keras.Model) -> tuple[list[types.FunctionType], list[Any]]:
+    """Return the methods of a model's classes outside of Keras with the functions they call, and the values they use.
+
+    The values include the attributes of layers, and those in lists and dictionaries.
+    """
+    classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("keras.")]
+    found = [value for kind in classes for name, value in vars(kind).items() if name != "__init__"]
+    functions = list[types.FunctionType]()
     values = [value for layer in model._flatten_layers() for value in vars(layer).values()]
-    values += [value for kind in type(model).__mro__ for name, value in vars(kind).items() if name in used]
-    values += [value for function in functions for value in _values_in(function)]
+    while found:
+        value = _function(found.pop())
+        if not inspect.isfunction(value):
+            values.append(value)
+        elif value not in functions and not str(value.__module__).startswith(("keras", "tensorflow", "numpy")):
+            functions.append(value)
+            names = _names_in(value.__code__) & value.__globals__.keys()
+            found += [*(value.__globals__[name] for name in names), *inspect.getclosurevars(value).nonlocals.values()]
     for value in list(values):
         values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
-    kinds = {name for name, kind in vars(keras.losses).items() if isinstance(kind, type)}
-    held = [value for value in values if isinstance(value, keras.losses.Loss)]
-    return bool(kinds & used) or any(loss.reduction not in (None, "none") for loss in held)
-
-
-def _own_functions(model: keras.Model) -> list[types.FunctionType]:
-    """Return the methods of a model's classes outside of Keras, without `__init__`, and the functions they call."""
-    theirs = [vars(each).items() for each in type(model).__mro__ if not each.__module__.startswith("keras.")]
-    found = [method for methods in theirs for name, method in methods if name != "__init__"]
-    functions = list[types.FunctionType]()
-    while found:
-        function = _function(found.pop())
-        library = str(getattr(function, "__module__", "")).startswith(("keras", "tensorflow", "numpy"))
-        if inspect.isfunction(function) and not library and function not in functions:
-            functions.append(function)
-            found += _values_in(function)
-    return functions
-
-
-def _values_in(function: types.FunctionType) -> list[Any]:
-    """Return the global variables and those of enclosing functions that a function uses."""
-    names = _names_in(function.__code__) & function.__globals__.keys()
-    return [*(function.__globals__[name] for name in names), *inspect.getclosurevars(function).nonlocals.values()]
+    return functions, values
 
 
 def _function(method: Any) -> Any:
