@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from cluster.contract.run.folder import RunFolder
+from cluster.system.errors import UsageError
 
 AUTO = "auto"
 LEAST_SECONDS = 0.1
@@ -35,7 +36,7 @@ RECENT = 5
 def parse_interval(every: int | str) -> tuple[int, float]:
     """Return the steps and the seconds between two checkpoints; one of them is 0, both for `auto`.
 
-    Raises ValueError if the value is not `auto`, steps from 1 such as 200, or seconds from 0.1 such as 30s.
+    Raises UsageError for anything but `auto`, steps from 1 such as 200, and seconds from 0.1 such as 30s.
     """
     if every == AUTO:
         return 0, 0.0
@@ -43,7 +44,10 @@ def parse_interval(every: int | str) -> tuple[int, float]:
         return int(every), 0.0
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)s", str(every))
     if not match or not LEAST_SECONDS <= float(match[1]) < math.inf:
-        raise ValueError
+        raise UsageError(
+            f"--checkpoint-every {every!r}: expected optimizer steps from 1 to 1000000000 such as 200, seconds from "
+            "0.1 such as 30s, or auto"
+        )
     return 0, float(match[1])
 
 
