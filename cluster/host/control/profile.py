@@ -107,14 +107,11 @@ def trace_lines(run: RunFolder, answer: TraceAnswer, steps: int) -> list[str]:
 
 
 def _ask(run: RunFolder, request: TraceRequest) -> None:
-    if create_json(run.trace_request, request.to_json(), TraceRequest.from_json):
-        return
     other = records.read_record(run.trace_request, TraceRequest.from_json, None)
-    if other and other.until > time.time():
-        raise UsageError(f"{other.task} of run {run.name!r} is being traced; wait until that is done, then try again")
-    remove(run.trace_request)  # the command that requested it was killed
+    if other and other.until <= time.time():
+        remove(run.trace_request)  # the command that requested it was killed
     if not create_json(run.trace_request, request.to_json(), TraceRequest.from_json):
-        raise UsageError(f"somebody else has just requested a trace of run {run.name!r}; wait until that is done")
+        raise UsageError(f"a task of run {run.name!r} is being traced; wait until that is done, then try again")
 
 
 def _await(run: RunFolder, request: TraceRequest, timeout_s: float) -> TraceAnswer:
