@@ -23,7 +23,7 @@ from cluster.host.image import engine, images
 from cluster.host.runtime import resources
 from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload, path_digest
 from cluster.host.runtime.payload import Payload, container_variables
-from cluster.system import files, memory
+from cluster.system import files
 from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.files import ROOT
 from cluster.system.messages import COMMAND
@@ -242,10 +242,9 @@ class ContainerFaults(FaultInjector):
         # The file of cgroup v2, else that of v1.
         files = "/sys/fs/cgroup/memory.current /sys/fs/cgroup/memory/memory.usage_in_bytes"
         used = int(self._docker("exec", container, "sh", "-c", f"cat {files} 2>/dev/null | head -n 1"))
-        limited = int(self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container))
+        before = self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container)
         limit = used + 2**27
         self._docker("update", "--memory", str(limit), "--memory-swap", str(limit), container)
-        before = str(limited or memory.available_bytes() + limit)  # a limit cannot be removed again
         self._undo.append((*self._at, "update", "--memory", before, "--memory-swap", before, container))
         # The exit code does not matter, only the program's end.
         command = ("python", "-c", MEMORY_EATER.read_text(), str(program), str(limit // 2**24 + 16))

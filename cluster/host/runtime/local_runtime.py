@@ -71,10 +71,9 @@ class ProcessFaults(FaultInjector):
         recorded = self.processes(task)["program"]
         if not processes.alive(recorded):
             return
-        program = recorded["pid"]
-        pages = int(Path(f"/proc/{program}/statm").read_text().split()[0])
+        pages = int(Path(f"/proc/{recorded['pid']}/statm").read_text().split()[0])
         size = pages * resource.getpagesize()
-        resource.prlimit(program, resource.RLIMIT_AS, (size, size))
+        resource.prlimit(recorded["pid"], resource.RLIMIT_AS, (size, size))
 
     def undo(self, task: str) -> None:
         self._undone.set()
@@ -149,6 +148,7 @@ class LocalProcesses(Runtime):
     def anticipate(self, work: Workload, compose: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         if self._early:
             self._early.end()
+            self._early = None
         if compose.get("preload"):
             self._early = warm.EarlySupervisor(work.run, compose, config, work.cluster.strategy, work.keep_s)
 
@@ -158,7 +158,7 @@ class LocalProcesses(Runtime):
 
     def start(self, work: Workload, sh: Shell) -> None:  # noqa: ARG002
         early, self._early = self._early, None
-        supervisor.start_supervisor(work.run, *([early] if early and early.serves(work.run) else []))
+        supervisor.start_supervisor(work.run, *([early] if early and early.serves() else []))
 
     def alive(self, run: RunFolder) -> bool:
         return supervisor.is_running(run)

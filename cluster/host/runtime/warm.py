@@ -136,7 +136,7 @@ class EarlySupervisor:
         self, run: RunFolder, how: Mapping[str, Any], config: Mapping[str, Any], strategy: str, keep_s: float = 0.0
     ) -> None:
         """Connect to a kept warm process, or start one, which is kept for `keep_s` after its last run."""
-        self._run, self.token, self.pid, self._imported = run, secrets.token_hex(16), 0, False
+        self.token, self.pid, self._imported = secrets.token_hex(16), 0, False
         environment = supervisor.variables(how) | {"RUN_DIR": str(run.path), owner.TOKEN: self.token}
         self._order: dict[str, Any] = {"preload": how["preload"], "network": how["network"], "keep_s": keep_s}
         self._order |= {"run": str(run.path), "config": config, "strategy": strategy, "environment": environment}
@@ -172,17 +172,17 @@ class EarlySupervisor:
                 return ForkedProgram(self._connection, command, environment)
         return user_code.NewProcess(command, ROOT, environment)
 
-    def serves(self, run: RunFolder) -> bool:
-        """Wait for the imports; return whether the process is ready for this run. If not, end it."""
-        if self._run == run and not self._is_ready() and not self.process:
+    def serves(self) -> bool:
+        """Wait for the imports; return whether the process is ready for the run. If not, end it."""
+        if not self._is_ready() and not self.process:
             self._begin()
-        if self._run == run and self._is_ready():
+        if self._is_ready():
             return True
         self.end()
         return False
 
     def end(self) -> None:
-        """End the process, which imported for another configuration or run."""
+        """End the process, which imported for another configuration."""
         self._connection.close()
         if self.process:
             self.process.kill()

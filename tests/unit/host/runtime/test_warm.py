@@ -66,7 +66,7 @@ def early(module, make_run) -> Callable[..., warm.EarlySupervisor]:
 
     def order(keep_s: float = STAYS_S, **config: str) -> warm.EarlySupervisor:
         found = warm.EarlySupervisor(RunFolder(module.parent / "none"), HOW, config, "one", keep_s)
-        assert found.serves(RunFolder(module.parent / "none"))
+        assert found.serves()
         return found
 
     return order
@@ -92,7 +92,7 @@ def start(start_gang, monkeypatch, module) -> Callable[..., Gang]:
     ) -> Gang:
         def begin(run: RunFolder) -> None:
             early = warm.EarlySupervisor(run, run.composed, run.load_config(), "multiworker", keep_s)
-            assert early.serves(run)
+            assert early.serves()
             before_start(early)
             start_supervisor(run, early)
 
@@ -241,7 +241,7 @@ def test_a_fork_ends_with_the_command_that_ordered_it():
 import os
 from cluster.host.runtime.warm import EarlySupervisor, RunFolder, Path
 early = EarlySupervisor(RunFolder(Path("/none")), {HOW}, {{}}, "one")
-early.serves(RunFolder(Path("/none"))), print(early.pid, early.process, flush=True)
+early.serves(), print(early.pid, early.process, flush=True)
 os.kill(os.getpid(), 9)
 """
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60, check=False)
@@ -275,7 +275,7 @@ def test_programs_that_call_the_users_code_share_the_imports_and_the_machines_ne
     for _ in range(2):
         assert [True, here, str(ROOT), os.environ.get("RUN_DIR")] == call(order, shared)
     assert "printed\nprinted\n" == capfd.readouterr().err
-    assert order.serves(run)
+    assert order.serves()
     assert (network == "host") == (here == str(Path(f"/proc/{order.pid}/ns/net").readlink()))
     order.end()
 
@@ -296,7 +296,7 @@ def test_a_program_that_hangs_is_killed_with_what_it_started_and_the_next_one_ru
     assert 2 == len(pids)
     wait_for(lambda: not any(processes.start_ticks(int(pid)) for pid in pids), "the end of both")
     assert "next" == call(order, "'next'")
-    assert order.serves(RunFolder(tmp_path / "none"))
+    assert order.serves()
     order.end()
 
 
@@ -321,4 +321,4 @@ def test_without_the_imports_a_new_process_runs_the_program(module, monkeypatch,
     assert not order._has_imported()
     assert -1 == order._connection.fileno()  # nothing waits again
     assert 7 == call(order, "os.environ.clear() or 7")
-    assert not order.serves(RunFolder(module.parent / "none"))
+    assert not order.serves()
