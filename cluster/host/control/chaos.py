@@ -45,7 +45,6 @@ class FaultKind:
     unnoticed: bool = False  # whether no agent reacts, so that it is undone after `SLOW_S`
     ends: Sequence[str | None] = (None, "succeeded")  # the acceptable outcomes of the run; None: it continues
     takes_whole: bool = False  # whether it can be injected into the task's agent, too
-    recorded: bool = True  # whether an event is recorded, from which times are measured
     needs_trainer: str = ""  # why it needs the built-in trainer; empty if it does not
     draws: int = 0  # its weight in the draws of a storm, if the run survives it
     whole_draws: int = 0  # its weight with the whole task as the target
@@ -141,8 +140,8 @@ def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) 
         raise UsageError(f"run {run.name!r} ended before step {fault.at_step}; nothing was injected")
     watch = _Watch(run, fault)
     try:
-        if watch.kind.recorded:  # times are measured from this event
-            run.event(fault.task, "fault", step=run.newest_step, kind=fault.kind, whole=fault.whole)
+        # The run's summary measures times from this event.
+        run.event(fault.task, "fault", step=run.newest_step, kind=fault.kind, whole=fault.whole)
         injector.inject(fault.kind, fault.task, whole=fault.whole)
         if watch.unnoticed:
             _await(lambda: time.time() > watch.time + SLOW_S, run, timeout_s, f"the end of {fault}")
