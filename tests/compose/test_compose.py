@@ -97,23 +97,31 @@ def seconds(duration: str) -> float:
 LOCKED_OUT = {"ports", "privileged", "cap_add", "devices", "network_mode", "pid", "ipc"}
 
 
+def check_locked_down(name: str, task: dict[str, Any], *networks: str) -> None:
+    assert dict.fromkeys(networks) == task["networks"], name
+    assert True is task["read_only"] is task["init"], name
+    assert ["ALL"] == task["cap_drop"], name
+    assert ["no-new-privileges:true"] == task["security_opt"], name
+    assert "1000:1000" == task["user"], name
+    assert not LOCKED_OUT & set(task), name
+    assert 0 < task["pids_limit"] <= 4096, name
+    assert (MEMORY_BYTES, MEMORY_BYTES) == (int(task["mem_limit"]), int(task["memswap_limit"])), name
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_every_task_is_a_service_and_locked_down(config, topology):
+def test_every_task_is_a_service_locked_down_and_sees_its_run_and_the_data_alone(config, topology, tmp_path):
     read = config(**topology)
     assert [task.name for task in spec.build(**topology).tasks] == sorted(read["services"], key=EVERY_TASK.index)
     assert {"cluster"} == set(read["networks"])  # TensorBoard and its network are no part of a run
     assert read["networks"]["cluster"]["internal"]
     assert {"com.docker.network.bridge.inhibit_ipv4": "true"} == read["networks"]["cluster"]["driver_opts"]
     for name, task in read["services"].items():
-        assert {"cluster": None} == task["networks"], name
-        assert True is task["read_only"] is task["init"], name
-        assert ["ALL"] == task["cap_drop"], name
-        assert ["no-new-privileges:true"] == task["security_opt"], name
-        assert "1000:1000" == task["user"], name
-        assert not LOCKED_OUT & set(task), name
+        check_locked_down(name, task, "cluster")
         assert ["/tmp:mode=1777,size=1g"] == task["tmpfs"], name
-        assert 0 < task["pids_limit"] <= 4096, name
-        assert (MEMORY_BYTES, MEMORY_BYTES) == (int(task["mem_limit"]), int(task["memswap_limit"])), name
+        run, data = task["volumes"]
+        assert ("bind", str(tmp_path / "runs" / "a-run"), "/runs/a-run") == (run["type"], run["source"], run["target"])
+        assert ("bind", str(tmp_path / "data"), "/data") == (data["type"], data["source"], data["target"])
+        assert (False, True) == (run.get("read_only", False), data["read_only"]), name
         assert task.get("command") is None, name
         assert (topology["workers"] == 0) is ("TF_CONFIG" not in task["environment"]), name
 
@@ -128,14 +136,6 @@ def test_every_task_can_be_watched_stopped_and_brought_back(config):
         assert 10 <= seconds(task["healthcheck"]["interval"]) <= 15, name  # tasks start in less
         assert seconds(task["healthcheck"]["start_period"]) >= settings.SECONDS["RENDEZVOUS_TIMEOUT_S"].default, name
         assert {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}} == task["logging"], name
-
-
-def test_a_task_sees_its_run_and_the_data_and_no_more_of_the_host(config, tmp_path):
-    for task in config(**TOPOLOGIES["parameter servers"])["services"].values():
-        run, data = task["volumes"]
-        assert ("bind", str(tmp_path / "runs" / "a-run"), "/runs/a-run") == (run["type"], run["source"], run["target"])
-        assert ("bind", str(tmp_path / "data"), "/data") == (data["type"], data["source"], data["target"])
-        assert (False, True) == (run.get("read_only", False), data["read_only"])
 
 
 def test_hostile_words_stay_words(config, tmp_path):
@@ -168,9 +168,7 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(config, monkeypatch, 
     for name in ("chief", "worker-0", "worker-1"):
         task = read["services"][name]
         assert ["--script", "/script/train.py", "--epochs", "1"] == task["command"]
-        assert {"cluster": None, "egress": None} == task["networks"], name
-        assert not LOCKED_OUT & set(task), name
-        assert (True, ["ALL"]) == (task["read_only"], task["cap_drop"])
+        check_locked_down(name, task, "cluster", "egress")
         more = {v["target"]: (v["source"], v.get("read_only", False)) for v in task["volumes"][2:]}
         shared = {"/tmp": (str(tmp_path / "runs" / ".scratch" / "a-run"), False)}
         assert {"/script": ("/theirs", True), "/packages": ("/packages/kept", True)} | shared == more
@@ -184,10 +182,7 @@ def test_a_script_gets_its_folders_read_only_and_a_way_out(config, monkeypatch, 
 def test_the_built_in_trainer_gets_a_way_out_where_it_is_requested(config):
     read = config(brought={"network": Network(EGRESS)}, workers=1)
     for name in ("chief", "worker-0"):
-        task = read["services"][name]
-        assert {"cluster": None, "egress": None} == task["networks"]
-        assert ["/tmp:mode=1777,size=1g"] == task["tmpfs"]  # otherwise as without
-        assert "ports" not in task
+        check_locked_down(name, read["services"][name], "cluster", "egress")
 
 
 def test_a_secret_is_in_a_file_and_nowhere_else(config, tmp_path):
@@ -241,9 +236,7 @@ def test_a_task_sees_its_own_gpus_and_is_locked_down_all_the_same(config):
         assert 2**30 == int(task["shm_size"]), name
         expected = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "eth0", "GPUS_GIVEN": "2"}
         assert expected.items() <= environment.items(), name
-        assert (True, ["ALL"], {"cluster": None}) == (task["read_only"], task["cap_drop"], task["networks"]), name
-        assert (MEMORY_BYTES, MEMORY_BYTES) == (int(task["mem_limit"]), int(task["memswap_limit"])), name
-        assert not LOCKED_OUT & set(task), name
+        check_locked_down(name, task, "cluster")
     for name in ("ps-0", "evaluator"):
         task = services[name]
         environment = task["environment"]
