@@ -1,7 +1,9 @@
 """One fault after the other: which ones are drawn, when the storm is over, and when it counts as outlived."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +16,7 @@ from cluster.system.json_files import read_json, write_json
 from tests.support.beats import beat
 
 LONG = 10**9
+COST = FaultCost("kill", "chief", 110, 0.1, 2.0, 4, None)
 
 
 def reach(run: RunFolder, step: int, steps_total: int = LONG) -> None:
@@ -112,18 +115,8 @@ def test_only_a_run_with_room_gets_faults(run, injected, steps_total, ended, exp
 
 @pytest.mark.parametrize("ended", ["failed", None])
 def test_a_run_that_ends_ends_the_storm(run, monkeypatch, ended):
-    results = [
-        FaultCost("kill", "chief", step, 0.1, 2.0, 4, end) for step, end in ((110, None), (120, ended), (130, None))
-    ]
-    left = results if ended else results[:2]
-
-    def inject(run: RunFolder, fault: Fault, timeout_s: float) -> FaultCost:
-        if not left:
-            raise UsageError("the run ended before the next fault")
-        return left.pop(0)
-
-    expected = results[:2]
-    monkeypatch.setattr(chaos, "inject", inject)
+    expected = [COST, replace(COST, ended=ended)]
+    monkeypatch.setattr(chaos, "inject", Mock(side_effect=[*expected, COST if ended else UsageError("over")]))
     assert expected == deal(run)
 
 
@@ -168,13 +161,13 @@ def test_a_storm_is_outlived_with_all_faults_a_success_and_the_same_bits(
     if calm:
         write_json(make_run("calm", workers=1).summary, {"state": "succeeded", "weights_sha256": calm})
     given: list[Any] = []
-    cost, end = FaultCost("kill", "chief", 110, 0.1, 2.0, 4, None), {"state": ended, "weights_sha256": weights}
+    end = {"state": ended, "weights_sha256": weights}
 
     def until_end(run: RunFolder) -> Summary:
         write_json(run.summary, end)
         return Summary.from_json(end)
 
-    monkeypatch.setattr(chaos, "inject_all", lambda *arguments: given.append(arguments[:5]) or [cost] * dealt)
+    monkeypatch.setattr(chaos, "inject_all", lambda *arguments: given.append(arguments[:5]) or [COST] * dealt)
     monkeypatch.setattr(chaos.foreground, "show_until_end", until_end)
     assert code == chaos.run_storm(run, 2, 7, ["kill"], 12.0)
     assert [(run, 2, 7, ["kill"], 12.0)] == given

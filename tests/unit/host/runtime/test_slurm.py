@@ -32,11 +32,10 @@ class Site:
     def __init__(self, run: RunFolder, *states: str) -> None:
         self.run, self.states = run, list(states)
         self.commands = Commands()
-        self.questions, self.waits_s = 0, 0.0
+        self.questions = 0
 
     def answer(self, command: list[str], timeout_s: float) -> tuple[int, str, str]:
         self.questions += 1
-        self.waits_s += timeout_s
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if state == "down":
             return 1, "", "slurm_load_jobs error: Unable to contact slurm controller"
