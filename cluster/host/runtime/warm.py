@@ -42,8 +42,6 @@ from cluster.system import fork_server, memory, processes
 from cluster.system.errors import EXIT_FAILED
 from cluster.system.files import ROOT, open_file
 
-KILL = b"\2"
-"""The byte, not a message, by which `up` requests that the program is killed."""
 POLL_S = 0.01
 KILL_S = 10.0
 """Timeout for a killed program to end."""
@@ -60,25 +58,30 @@ SOCKET = f"{hashlib.sha256(f'{ROOT}:{sys.executable}'.encode()).hexdigest()[:16]
 
 
 class ForkedProgram:
-    """A program that the process on the other side has forked, see `user_code.Program`."""
+    """A program that the process on the other side has forked, see `user_code.Program`.
+
+    It has a separate connection, on which its exit code arrives, and whose end kills it.
+    """
 
     def __init__(self, connection: socket.socket, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._connection, self._command = connection, command
         self._code: int | None = None
+        self._program, theirs = socket.socketpair()
         read, write = os.pipe()
         self.stdout: IO[bytes] = os.fdopen(read, "rb")
         order = json.dumps({"command": command, "environment": dict(environment)}).encode() + b"\n"
         try:
-            sent = socket.send_fds(connection, [order], [write])
+            sent = socket.send_fds(connection, [order], [write, theirs.fileno()])
             connection.sendall(order[sent:])
         finally:
             os.close(write)
+            theirs.close()
 
     def wait(self, timeout_s: float) -> int:
         if self._code is None:
-            self._connection.settimeout(timeout_s)
+            self._program.settimeout(timeout_s)
             try:
-                self._code = receive_number(self._connection)
+                self._code = receive_number(self._program)
             except TimeoutError:
                 raise subprocess.TimeoutExpired(self._command, timeout_s) from None
         return -signal.SIGKILL if self._code is None else self._code
@@ -86,7 +89,7 @@ class ForkedProgram:
     def kill(self) -> None:
         if self._code is None:
             try:
-                self._connection.sendall(KILL)
+                self._program.shutdown(socket.SHUT_WR)
                 self.wait(KILL_S)
             except (OSError, subprocess.TimeoutExpired):
                 self._connection.close()
@@ -100,33 +103,28 @@ def receive_number(connection: socket.socket) -> int | None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message, with a received descriptor as `output`; raise SystemExit if the other side has ended."""
+    """Return the next message, with received descriptors as `files`; raise SystemExit if the other side has ended."""
     text, files = b"", list[int]()
     while not text.endswith(b"\n"):
-        part, more, _, _ = socket.recv_fds(connection, 2**16, 1)
+        part, more, _, _ = socket.recv_fds(connection, 2**16, 2)
         if not part:
             raise SystemExit(EXIT_FAILED)
-        text, files = (text + part).lstrip(KILL), files + more  # KILL may arrive after the program's end
-    message: dict[str, Any] = json.loads(text)
-    return message | ({"output": files[0]} if files else {})
+        text, files = text + part, files + more
+    return {**json.loads(text), "files": files}
 
 
 def serve_calls(connection: socket.socket) -> None:
     """Run programs for `up`, one at a time, until a message without a command asks for the supervisor."""
     while "command" in (order := receive(connection)):
-        with os.fdopen(order["output"], "wb") as output:
+        written, ours = order["files"]
+        with os.fdopen(written, "wb") as output:
             how = {"env": order["environment"], "stdout": output, "stderr": subprocess.STDOUT, "process_group": 0}
             process = fork_server.start(order["command"], **how, preexec_fn=processes.die_with_parent)
-        wanted = True
-        while wanted and not processes.has_ended(process):
-            ready, _, _ = select.select([connection], [], [], POLL_S)
-            wanted = not ready
-        killed = not wanted and connection.recv(len(KILL)) == KILL
-        processes.signal_group(process, signal.SIGKILL)
-        code = processes.wait(process)
-        if not wanted and not killed:  # `up` has ended
-            raise SystemExit(EXIT_FAILED)
-        connection.sendall(struct.pack("i", code))
+        with socket.socket(fileno=ours) as program, contextlib.suppress(OSError):  # `up` may have ended
+            while not processes.has_ended(process) and not select.select([program], [], [], POLL_S)[0]:
+                pass
+            processes.signal_group(process, signal.SIGKILL)
+            program.sendall(struct.pack("i", processes.wait(process)))
 
 
 class EarlySupervisor:
