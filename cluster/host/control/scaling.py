@@ -62,10 +62,7 @@ def scale_run(
     reached = f"step {step}"
     if done > step:  # an evaluator reports only steps that were saved
         reached += f" ({counted(done - step, 'step')} done again: a task ended before all had saved)"
-    sizes = f"{_workers(before)} to {_workers(after)} workers"
-    if before.of(Role.PS) or after.of(Role.PS):
-        sizes = f"{_size(before)} to {_size(after)}"
-    scaled = f"scaled from {sizes} at {reached}"
+    scaled = f"scaled from {_size(before)} to {_size(after)} at {reached}"
     with Live() as live:
         trains = foreground.until_training(run, live.show)
     if not trains:

@@ -25,6 +25,7 @@ from cluster.host.view.status import read_status
 from cluster.system import memory
 from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, TimedOut, UsageError
 from cluster.system.json_files import read_json, write_json
+from cluster.system.messages import counted
 from tests.support.beats import beat_all
 from tests.support.gang import Gang
 from tests.support.launching import no_shell
@@ -251,7 +252,8 @@ def test_a_run_goes_on_with_other_workers_while_somebody_waits(start_gang, scale
     waits = threading.Thread(target=lambda: ended.append(foreground.follow(gang.run, lambda value: None, 60)))
     waits.start()
     assert 0 == scale(gang, workers=after)
-    assert f"from {before} to {after} workers at step 0 (3 steps " in capsys.readouterr().out
+    sizes = f"from {counted(before, 'worker')} to {counted(after, 'worker')}"
+    assert f"{sizes} at step 0 (3 steps " in capsys.readouterr().out
     summary = end_of(gang)
     waits.join()
     assert [summary] == [each.to_json() for each in ended]
