@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
@@ -138,7 +138,7 @@ def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str,
         with Image.open(path) as image:
             upright = ImageOps.exif_transpose(image)
             resized = upright.convert("L" if channels == 1 else "RGB").resize((width, height))
-    except (OSError, UnidentifiedImageError) as error:
+    except OSError as error:
         why = error.strerror or "it is not an image"
         raise UsageError(f"--image {path}: {why}; expected a PNG or JPEG file") from None
     pixels = np.asarray(resized, inputs[name].dtype.as_numpy_dtype)

@@ -351,8 +351,7 @@ def tutorial(run: Path, task: str) -> list[keras.callbacks.Callback]:
     return [
         keras.callbacks.TensorBoard(str(run / "tensorboard" / task / "keras"), write_graph=False),
         keras.callbacks.ModelCheckpoint(str(weights), save_weights_only=True),
-        keras.callbacks.LearningRateScheduler(_rate_of_epoch),
-        PrintRate(),
+        keras.callbacks.LearningRateScheduler(_rate_of_epoch, verbose=1),
         keras.callbacks.EarlyStopping(monitor="val_loss", patience=3),
     ]
 
@@ -361,11 +360,3 @@ def _rate_of_epoch(epoch: int, _rate: float) -> float:
     if epoch < 3:
         return 1e-3
     return 1e-4 if epoch < 7 else 1e-5
-
-
-class PrintRate(keras.callbacks.Callback):
-    """Prints the learning rate of every epoch."""
-
-    def on_epoch_end(self, epoch: int, _logs: dict[str, float] | None = None) -> None:
-        rate = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
-        print(f"learning rate of epoch {epoch + 1}: {rate:g}", flush=True)
