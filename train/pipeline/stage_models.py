@@ -205,16 +205,16 @@ def check_models(parts: Sequence[StageModel], *, remat: bool, asynchronous: bool
             "--schedule 1f1b"
         )
     for variable, numbers in find_shared(parts):
-        layers = " and ".join(repr(_name_user(parts[number].model, variable)) for number in numbers)
+        stages = f"stages {' and '.join(map(str, numbers))}"
         if any(variable is other for other in changed):
             raise UsageError(
-                f"--strategy pipeline: the forward pass changes {variable.path!r}, which {layers} use in "
-                "different stages; use --cut to keep them in one stage"
+                f"--strategy pipeline: the forward pass changes {variable.path!r}, which {stages} use; use --cut to "
+                "keep its users in one stage"
             )
         if variable.trainable and asynchronous:
             raise UsageError(
-                f"--schedule pipedream: {layers} use {variable.path!r} in different stages, and no stage waits for "
-                "another's gradient; use --schedule 1f1b"
+                f"--schedule pipedream: {stages} use {variable.path!r}, and no stage waits for another's gradient; use "
+                "--schedule 1f1b"
             )
 
 
@@ -237,13 +237,6 @@ def _observe(model: keras.Model, micro_batch: int, drawn: dict[int, int]) -> tup
             model(tf.zeros([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype), training=True)
         drawn |= place.drawn
     return scope.read, set(scope.state_mapping), graph
-
-
-def _name_user(model: keras.Model, variable: keras.Variable) -> str:
-    for layer in model.layers:
-        if any(variable is other for other in layer.variables):
-            return str(layer.name)
-    return str(model.name)
 
 
 class TaskStages:
