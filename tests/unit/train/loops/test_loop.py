@@ -1,6 +1,5 @@
 """The loop: the steps of each call, the actions after it, and the end of training."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +12,7 @@ from cluster.contract.run.folder import RunFolder
 from cluster.system.errors import RunFailed
 from cluster.system.json_files import read_json, write_json
 from train.loops.actions import CheckFinite, EndTraining, Save, Trace
-from train.loops.loop import Action, CallProgress, Loop, Periodic, Stop, every
+from train.loops.loop import CallProgress, Loop, Periodic, Stop, every
 from train.loops.steps import LoopResult, Request, Signals
 from train.model.gradients import GradientPolicy
 
@@ -34,27 +33,23 @@ class Steps:
 
 
 class Record(Periodic):
-    """Records the steps at which it is due, and what it returns there."""
+    """Records the calls, and the steps at which it is due."""
 
-    def __init__(self, steps: int, action: Callable[[int], Stop | None] = lambda step: None) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__(every(steps))
-        self.action, self.done = action, []
         self.calls: list[tuple[int, int, bool]] = []
+        self.done: list[int] = []
 
-    def after(self, progress: CallProgress) -> Stop | None:
+    def after(self, progress: CallProgress) -> None:
         self.calls.append((progress.first, progress.step, progress.compiled))
-        if not self.due(progress):
-            return None
-        self.done.append(progress.step)
-        return self.action(progress.step)
+        if self.due(progress):
+            self.done.append(progress.step)
 
 
-def run(
-    steps: Steps, *actions: Action, total: int = 12, stop_at: int | None = None, ends: bool = False, **more: Any
-) -> tuple[int, Stop]:
+def run(steps: Steps, record: Record, stop_at: int | None = None, ends: bool = False, **more: Any) -> tuple[int, Stop]:
     """Run the loop; `stop_at`: the call from this step is requested to stop; `ends`: because of a callback."""
     finite = CheckFinite(GradientPolicy(SimpleNamespace(apply=None)), lambda step: None)
-    loop = Loop(actions=[finite, EndTraining(total, lambda: ends), *actions], steps_per_loop=4, **{"first": 0} | more)
+    loop = Loop(actions=[finite, EndTraining(12, lambda: ends), record], steps_per_loop=4, **{"first": 0} | more)
     stop = loop.run(steps, lambda _count, _until: Signals(stop=loop.step == stop_at))
     return loop.step, stop
 
@@ -74,14 +69,8 @@ def test_calls_grow_once_a_step_was_timed_and_none_crosses_periodic_work(options
     steps, record = Steps(brief_at), Record(periods)
     assert (12, Stop.END) == run(steps, record, **options)
     assert (calls, done) == (steps.calls, record.done)
-
-
-def test_the_first_action_that_ends_the_training_is_the_last():
-    steps, after = Steps(), Record(6)
-    ended = run(steps, Record(3, lambda step: Stop.END if step == 6 else None), after, total=100)
-    assert (6, Stop.END) == ended
-    assert (3, 3) == steps.calls[-1]
-    assert [] == after.done
+    seen = [(first, first + count, at == 0) for at, (first, count) in enumerate(calls)]
+    assert seen[:-1] == record.calls  # not the end, where the last action is due
 
 
 @pytest.mark.parametrize(("ends", "expected"), [(False, Stop.REQUESTED), (True, Stop.END)])
@@ -89,13 +78,6 @@ def test_a_request_to_stop_ends_the_training_before_periodic_work(ends, expected
     five = Record(5)
     assert (5, expected) == run(Steps(), five, stop_at=4, ends=ends)
     assert [] == five.done
-
-
-def test_actions_get_every_call():
-    report = Record(0)
-    run(Steps(), report, total=9)
-    calls = [(0, 1, True), (1, 2, False), (2, 4, False), (4, 8, False)]
-    assert calls == report.calls  # not the end, where the last action is due
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
