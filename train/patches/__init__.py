@@ -16,12 +16,10 @@ from collections.abc import Iterable
 
 FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
 """Patches of `Model.fit`; docs/internals/upstream/ has the same changes as a patch for Keras itself."""
-TENSORFLOW = ("iterator_autotuning",)
-"""Patches that do not depend on the version of Keras."""
 _OF_SCRIPTS = ("layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "clipped_sums", "empty_moments")
-SCRIPTS = (*TENSORFLOW, *FIT, *_OF_SCRIPTS, "callback_files")
+SCRIPTS = ("iterator_autotuning", *FIT, *_OF_SCRIPTS, "callback_files")
 """Patches for users' scripts."""
-LEGACY = (*TENSORFLOW, "adapted_layers")
+LEGACY = ("iterator_autotuning", "adapted_layers")
 """Patches for the built-in training program with tf_keras."""
 _OF_TRAINING = ("layer_losses", "variable_updates", "placed_seeds", "repeated_rows", "synchronized_moments")
 TRAINING = (*LEGACY, *FIT, *_OF_TRAINING, "deferred_values", "callback_files")

@@ -30,29 +30,14 @@ SEEN_S = 75.0
 """How long a network file system may hide the chief's backup: the default `acdirmax` of nfs(5) is a minute."""
 DELETED_S = 60.0
 """Longest time a task waits for the chief to delete a backup that it could otherwise restore again."""
-_PATHS = (
-    "_weights_path",
-    "_training_metadata_path",
-    "_prev_weights_path",
-    "_prev_training_metadata_path",
-)
+_PATHS = ("_weights_path", "_training_metadata_path", "_prev_weights_path", "_prev_training_metadata_path")
 _begun = itertools.count()
 """Numbers the trainings with a backup; every task has the same."""
 
-
-def apply() -> list[str]:
-    """Patch both callbacks."""
-    backup, checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
-    replaced = []
-    if not hasattr(backup, "_unpatched"):
-        backup._unpatched = {name: getattr(backup, name) for name in ("on_train_begin", "_save_model", "on_train_end")}
-        backup.on_train_begin, backup._save_model, backup.on_train_end = _begin, _back_up, _end
-        replaced.append("BackupAndRestore")
-    if not hasattr(checkpoint, "_unpatched"):
-        checkpoint._unpatched = {"_save_model": checkpoint._save_model}
-        checkpoint._save_model = _save
-        replaced.append("ModelCheckpoint")
-    return replaced
+_keras_begin = keras.callbacks.BackupAndRestore.on_train_begin
+_keras_back_up = keras.callbacks.BackupAndRestore._save_model
+_keras_end = keras.callbacks.BackupAndRestore.on_train_end
+_keras_save = keras.callbacks.ModelCheckpoint._save_model
 
 
 def _is_chief(model: Any) -> bool | None:
@@ -79,7 +64,7 @@ def _begin(backup: Any, logs: Any = None) -> None:
     chief = _is_chief(backup.model)
     if chief is not None and "RUN_DIR" in os.environ and "://" not in backup.backup_dir:
         _use_folder_of_chief(backup, chief)
-    backup._unpatched["on_train_begin"](backup, logs)
+    _keras_begin(backup, logs)
     seeds, states = json.loads(_state(backup) or "{}").get("seeds", []), _seed_states(backup.model)
     for state, seed in zip(states, seeds, strict=False):
         state.assign(seed)
@@ -116,9 +101,9 @@ def _seed_states(model: Any) -> list[Any]:
 
 def _back_up(backup: Any) -> None:
     """Write the backup on the chief, so that it is complete whenever the chief is killed."""
-    original, writes = backup._unpatched["_save_model"], _is_chief(backup.model) is not False
+    writes = _is_chief(backup.model) is not False
     if writes and (backup.double_checkpoint or "://" in backup.backup_dir):
-        original(backup)
+        _keras_back_up(backup)
         return
     target = Path(backup.backup_dir)
     if writes:
@@ -127,7 +112,7 @@ def _back_up(backup: Any) -> None:
         paths = {name: getattr(backup, name) for name in ("backup_dir", *_PATHS)}
         _move(backup, folder)
         try:
-            original(backup)
+            _keras_back_up(backup)
         finally:
             vars(backup).update(paths)
         if writes:
@@ -147,7 +132,7 @@ def _end(backup: Any, logs: Any = None) -> None:
             for path in folder.iterdir() if backup.delete_checkpoint else ():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
-            backup._unpatched["on_train_end"](backup, logs)
+            _keras_end(backup, logs)
         return
     if backup.delete_checkpoint:
         _wait_until(lambda: not any(Path(getattr(backup, name)).exists() for name in _PATHS), DELETED_S)
@@ -172,13 +157,13 @@ def _save(checkpoint: Any, epoch: int, batch: int | None, logs: Any) -> None:
     path, chief = checkpoint.filepath, _is_chief(checkpoint.model)
     if chief and "://" not in path:
         with _replacing_files(checkpoint):
-            checkpoint._unpatched["_save_model"](checkpoint, epoch, batch, logs)
+            _keras_save(checkpoint, epoch, batch, logs)
         return
     elsewhere = chief is False and not _is_of_task(path)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if elsewhere else contextlib.nullcontext() as folder:
         checkpoint.filepath = str(Path(folder, Path(path).name)) if folder else path
         try:
-            checkpoint._unpatched["_save_model"](checkpoint, epoch, batch, logs)
+            _keras_save(checkpoint, epoch, batch, logs)
         finally:
             checkpoint.filepath = path
 
@@ -201,3 +186,11 @@ def _replacing_files(checkpoint: Any) -> Iterator[None]:
         yield
     finally:
         checkpoint._model = model
+
+
+REPLACED: list[Any] = [
+    (keras.callbacks.BackupAndRestore, "on_train_begin", _begin, {}),
+    (keras.callbacks.BackupAndRestore, "_save_model", _back_up, {}),
+    (keras.callbacks.BackupAndRestore, "on_train_end", _end, {}),
+    (keras.callbacks.ModelCheckpoint, "_save_model", _save, {}),
+]

@@ -9,12 +9,13 @@ import keras
 import numpy as np
 import pytest
 
+from train import patches
 from train.patches import callback_files
 
 
 @pytest.fixture(autouse=True)
 def be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    callback_files.apply()
+    patches.apply(["callback_files"])
     monkeypatch.setenv("RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(callback_files, "BEGUN_S", 0.0)
 
