@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from cluster.contract.spec import ClusterSpec
-from cluster.system.ports import free_ports
+from tests.support.measured import await_other_task
 from train import strategy as strategies
 from train.model import gradients
 
@@ -20,22 +19,8 @@ SHAPES = ((3, 3, 1, 32), (7,), (), (1600, 64))
 
 
 def main(result: Path) -> None:
-    """Add up as one of two tasks; the first starts the other."""
-    worker = None
-    if "TF_CONFIG" not in os.environ:
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-        configs = [
-            json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
-            for index in range(2)
-        ]
-        other = result.with_suffix(".other.json")
-        command = [sys.executable, "-m", "tests.programs.exchange", str(other)]
-        worker = subprocess.Popen(command, env=os.environ | {"TF_CONFIG": configs[1]})
-        os.environ["TF_CONFIG"] = configs[0]
     result.write_text(json.dumps(_sums()))
-    if worker is not None:
-        assert worker.wait(120) == 0
-        result.write_text(json.dumps([json.loads(path.read_text()) for path in (result, other)]))
+    await_other_task(result)
 
 
 def _sums() -> dict[str, Any]:

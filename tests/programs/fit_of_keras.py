@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.waiting import wait_for
+from tests.support.measured import await_other_task
 from train import patches
 
 EXAMPLES, FEATURES, BATCH = 40, 4, 8
@@ -209,8 +209,8 @@ def main(result: Path) -> None:
         found["unbuilt"] = without_call(scope, built=False)
         found |= {**drawn(strategy), "averages": averages(strategy)}
     result.write_text(json.dumps(found))
-    if several:  # the other task may still receive what this one has sent it
-        wait_for(lambda: all((result.parent / f"{task}.json").exists() for task in range(2)), "the other task")
+    if several:
+        await_other_task(result)
 
 
 if __name__ == "__main__":

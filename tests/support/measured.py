@@ -14,7 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from cluster.system.ports import free_ports
 from tests import fast
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
@@ -55,6 +57,26 @@ def finish(process: subprocess.Popen[str], result: Path) -> dict[str, Any]:
     output = output_of(process)
     assert 0 == process.returncode, output
     return json.loads(result.read_text())
+
+
+def await_other_task(result: Path) -> None:
+    """Wait until the other of two tasks has its result, too: it may still receive what this one has sent it."""
+    wait_for(lambda: all((result.parent / f"{task}.json").exists() for task in range(2)), "the other task")
+
+
+def measured_by_two(module: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the measurements of `tests/programs/<module>.py` in each of two tasks of a cluster."""
+    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    tasks = {}
+    for index in range(2):
+        config = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+        result = folder / f"{index}.json"
+        tasks[result] = start(module, result, TF_CONFIG=config)
+    try:
+        return [finish(process, result) for result, process in tasks.items()]
+    finally:
+        for process in tasks.values():
+            process.kill()  # one that waits for another that failed
 
 
 @functools.cache

@@ -1,33 +1,18 @@
 """The patches for scripts: patched, `Model.fit` of Keras 3 on two tasks gives the numbers of one process."""
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster.system.ports import free_ports
-from tests.support.measured import finish, start
+from tests.support.measured import measured, measured_by_two
 
 pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("script_patches")
-    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    tasks = {}
-    for index in range(2):
-        config = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
-        result = folder / f"{index}.json"
-        tasks[result] = start("fit_of_keras", result, TF_CONFIG=config)
-    try:
-        several = [finish(process, result) for result, process in tasks.items()]
-    finally:
-        for process in tasks.values():
-            process.kill()  # one that waits for another that failed
-    alone = folder / "alone.json"
-    return [*several, finish(start("fit_of_keras", alone), alone)]
+    return [*measured_by_two("fit_of_keras", tmp_path_factory.mktemp("patches")), measured("fit_of_keras")]
 
 
 def same(one: Any, other: Any, names: tuple[str, ...] = ("loss", "accuracy")) -> None:
@@ -50,7 +35,7 @@ def test_every_script_patch_must_still_be_needed(found):
     fit = ["_maybe_symbolic_build", "reduce_per_replica", "_make_function"]
     layers = ["add_weight", "Layer.losses", "next", "global_seed_generator"]
     layers += ["_trackable_children", "_lock_state", "_clip_gradients", "apply", "_moments"]
-    callbacks = ["BackupAndRestore", "ModelCheckpoint"]
+    callbacks = ["on_train_begin", "_save_model", "on_train_end", "_save_model"]
     for task in found:
         assert ([*tensorflow, *fit, *layers, *callbacks], []) == (task["replaced"], task["again"])
 
