@@ -130,8 +130,7 @@ class Callbacks(Action):
 
     @contextlib.contextmanager
     def _same_variables(self) -> Iterator[None]:
-        optimizer = getattr(self._model.optimizer, "variables", ())
-        variables = [*self._model.variables, *(optimizer() if callable(optimizer) else optimizer)]
+        variables = [*self._model.variables, *plain_values.variables_of(self._model.optimizer)]
         before = [_value(variable) for variable in variables]
         yield
         for variable, value in zip(variables, before, strict=True):

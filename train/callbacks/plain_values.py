@@ -129,7 +129,7 @@ def restore_attributes(callbacks: Sequence[Any], saved: Sequence[Any], made: Seq
 def _elsewhere(callback: Any) -> set[int]:
     """Return the ids of the variables of the trained model and its optimizer, which the checkpoint has anyway."""
     parts = [callback.model, callback.model.optimizer] if callback.model else []
-    return {id(variable) for part in parts for variable in _variables_of(part)}
+    return {id(variable) for part in parts for variable in variables_of(part)}
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -323,12 +323,13 @@ def _variables(value: Any, elsewhere: Container[int]) -> list[Any]:
     if isinstance(value, keras.metrics.Metric):
         return list(value.variables)
     if isinstance(value, _MODELS):
-        return [variable for variable in _variables_of(value) if id(variable) not in elsewhere]
+        return [variable for variable in variables_of(value) if id(variable) not in elsewhere]
     generators = (tf.random.Generator, *([keras.random.SeedGenerator] if hasattr(keras, "random") else []))
     return [value.state] if isinstance(value, generators) else []
 
 
-def _variables_of(value: Any) -> list[Any]:
+def variables_of(value: Any) -> list[Any]:
+    """Return the variables of a model, a layer or an optimizer of either Keras."""
     return list(value.variables() if callable(value.variables) else value.variables)
 
 

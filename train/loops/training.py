@@ -113,22 +113,20 @@ class Training:
         context = self._context
         # A difference in these lasts, as every replica updates its copies by itself.
         flip = FlipBit(context, lambda: [*context.model.trainable_variables, *self._setup.policy.optimizer.variables])
-        every_call = [
+        actions = [
             flip if context.spec.copies_weights else None,
             self.trace if batches else None,
             self.callbacks if batches else None,  # before the check, to see a NaN loss
             CheckFinite(self._setup.policy, self._check.compare),
             self.report,
             EndTraining(context.total_steps, self._any_stops),
-        ]
-        periodic = [
             self._evaluate,
             CallEpochs(context, self.callbacks, self._any_stops) if self.callbacks else None,
             self._check,
             self.save,  # last, to include changes by callbacks
             self.keep if self._setup.snapshots else None,
         ]
-        return [action for action in (*every_call, *periodic) if action is not None]
+        return [action for action in actions if action is not None]
 
     def _prepare(self, step: int) -> float:
         """Compare replicas and store callbacks' state before a save; return the seconds waited for slower tasks."""
