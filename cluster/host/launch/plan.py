@@ -173,27 +173,23 @@ class Plan(Workload):
         return max(1, (self.memory.task_bytes - TASK_MEMORY_BYTES) // self.cluster.devices)
 
     def _training(self) -> dict[str, Any] | None:
-        settings, batch = self.config.get("optimizer"), self.config.get("global_batch")
-        if settings is None or batch is None:
+        settings = self.config.get("optimizer")
+        if settings is None:
             return None
-        rule, base_batch = settings.get("scaling", "none"), settings.get("base_batch", batch)
-        rate, schedule = settings["learning_rate"], settings.get("schedule", "constant")
+        rate, rule, base_batch = settings["learning_rate"], settings["scaling"], settings["base_batch"]
         precision = compatibility.precision_of(self.cluster.strategy, self.config.get("precision", "fp32"))
+        callbacks_set_rate = self.config.get("callbacks") and settings["schedule"] == "constant"
         # On CPUs only oneDNN has bf16 kernels, and only this machine's processor is known.
         on_this_processor = self.config.get("onednn") == "on" and not self.gpus.ids and not self.runtime.is_remote
         return {
             "precision": precision,
             "bf16_is_faster": precision == "fp32" and on_this_processor and not BF16.isdisjoint(processor_flags()),
             "optimizer": settings["name"],
-            "learning_rate": compatibility.scale_rate(rate, rule, batch, base_batch),
-            "scaling": rule,
+            "learning_rate": compatibility.scale_rate(rate, rule, self.config["global_batch"], base_batch),
             "base_learning_rate": rate,
             "base_batch": None if rule == "none" else base_batch,
-            "warmup_steps": 0 if self.config.get("callbacks") and schedule == "constant" else settings["warmup_steps"],
-            "schedule": schedule,
-            "weight_decay": settings.get("weight_decay"),
-            "ema": settings.get("ema", 0.0),
-            "clip_norm": settings.get("clip_norm", 0.0),
+            "warmup_steps": 0 if callbacks_set_rate else settings["warmup_steps"],
+            **{name: settings[name] for name in ("scaling", "schedule", "weight_decay", "ema", "clip_norm")},
         }
 
 
@@ -215,7 +211,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 def plan_lines(value: dict[str, Any]) -> list[str]:
     """Format a plan as lines of text. A job's script is not wrapped, so that it can be pasted."""
-    return [*_description(value), *map(plain, value.get("compose", {}).get("script", "").splitlines())]
+    return [*_description(value), *map(plain, value["compose"].get("script", "").splitlines())]
 
 
 @plain_lines
@@ -227,17 +223,17 @@ def _description(value: dict[str, Any]) -> list[str]:
     else:
         parts = f", in micro-batches of {value['micro_batch']}" if value["micro_batches"] > 1 else ""
         lines.append(f"global batch {value['global_batch']}: {value['replica_batch']} a replica and step{parts}")
-    if training := value.get("training"):
+    if training := value["training"]:
         lines.append(_numerics(training, value["global_batch"]))
-    if pipeline := value.get("pipeline"):
+    if pipeline := value["pipeline"]:
         lines += _stages(pipeline)
-    given = [f"GPU {','.join(map(str, ids))}" if (ids := task.get("gpus")) else "no GPU" for task in value["tasks"]]
+    given = [f"GPU {','.join(map(str, ids))}" if (ids := task["gpus"]) else "no GPU" for task in value["tasks"]]
     rows = []
     for task, gpus in zip(value["tasks"], given, strict=True):
         text = json.dumps(task["tf_config"]) if task["tf_config"] else "no TF_CONFIG: it trains alone"
         rows.append((task["task"], task["address"], *([gpus] if set(given) != {"no GPU"} else []), text))
     lines += columns(rows)
-    return [*lines, *value.get("notes", [])]
+    return [*lines, *value["notes"]]
 
 
 def _stages(pipeline: dict[str, Any]) -> list[str]:
@@ -273,13 +269,13 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
         by = f"sqrt({ratio})" if training["scaling"] == "sqrt" else ratio
         rate += f" ({training['scaling']}: {training['base_learning_rate']:g} x {by})"
     warm = f"after {counted(training['warmup_steps'], 'step')} of warm-up" if training["warmup_steps"] else "at once"
-    if (schedule := training.get("schedule", "constant")) != "constant":
-        warm += f", then {schedule}"
+    if training["schedule"] != "constant":
+        warm += f", then {training['schedule']}"
     clip = f"clipped to norm {training['clip_norm']:g}" if training["clip_norm"] else "not clipped"
-    decay = f", weight decay {training['weight_decay']:g}" if training.get("weight_decay") else ""
-    ema = f", weights averaged by {training['ema']:g}" if training.get("ema") else ""
+    decay = f", weight decay {training['weight_decay']:g}" if training["weight_decay"] else ""
+    ema = f", weights averaged by {training['ema']:g}" if training["ema"] else ""
     precision = training["precision"]
-    precision += " (bf16 is faster on this processor)" if training.get("bf16_is_faster") else ""
+    precision += " (bf16 is faster on this processor)" if training["bf16_is_faster"] else ""
     return f"precision {precision}, {training['optimizer']}, {rate} {warm}, gradients {clip}{decay}{ema}"
 
 

@@ -50,7 +50,6 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         check_together(typed, scripted=bool(typed.script))
     check_hardware(request.strategy)
     cluster = build_cluster(request)
-    port = request.board_port
     run = _run_folder(typed, stops_first=stops_first)
 
     runtime, why_runtime = registry.choose_runtime(request.runtime or registry.AUTO, cluster.kind)
@@ -95,7 +94,7 @@ def plan(typed: Request, *, stops_first: bool = False) -> Plan:
         compose={},
         config=config,
         data=data,
-        tensorboard_port=port,
+        tensorboard_port=request.board_port,
         replaces=typed.fresh and run.path.exists(),
         mirror="" if request.mirror == mirror.NONE else request.mirror,
         mirror_id=(started.mirror_id if typed.resume else "") or secrets.token_hex(8),

@@ -230,8 +230,8 @@ def _write_records(plan: Plan, began: float, stages: dict[str, Any] | None) -> N
     if plan.resumes:
         provenance.note_rewriting(plan.run)
     plan.run.create()
-    if script := plan.runtime.seen(plan.payload).script:
-        user_files.lay_out(plan.payload, plan.run, plan.cluster, seen_at=script.parent)
+    if plan.payload.script and (seen := plan.runtime.seen(plan.payload).script):
+        user_files.lay_out(plan.payload.script, plan.run, plan.cluster, seen.parent)
     if plan.payload.packages:
         with files.open_file(plan.run.path / user_files.RESOLVED, "wb") as file:
             file.write((plan.payload.packages / user_files.RESOLVED).read_bytes())

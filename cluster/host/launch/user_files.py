@@ -30,7 +30,6 @@ from cluster.host.image import locks
 from cluster.host.launch.folders import find_run
 from cluster.host.options.request import OPTIONS, WEIGHT_SUFFIXES
 from cluster.host.runtime import registry
-from cluster.host.runtime.payload import Payload
 from cluster.system import files
 from cluster.system.errors import PrerequisiteError, RunFailed, UsageError
 from cluster.system.files import ROOT, make_readable, sha256
@@ -105,26 +104,23 @@ def check_script(name: str, runs_dir: Path) -> Path:
     return script
 
 
-def lay_out(payload: Payload, run: RunFolder, spec: ClusterSpec, seen_at: Path | None = None) -> None:
+def lay_out(script: Path, run: RunFolder, spec: ClusterSpec, seen_at: Path) -> None:
     """Create each task's working folder, `work/TASK`, with a link to each entry of the script's folder.
 
     So the script finds its files next to itself, and its output is written to the run folder. Existing files stay.
-    `seen_at` is the path at which tasks see the script's folder; None for its own path.
+    `seen_at` is the path at which tasks see the script's folder.
     """
-    if payload.script is None:
-        return
-    folder = payload.script.parent
     for task in spec.tasks:
         work = run.work(task.name)
         files.make_folder(work)  # does not follow a link that an earlier attempt of the script may have left
-        for entry in folder.iterdir():
+        for entry in script.parent.iterdir():
             if run.path.resolve().is_relative_to(os.path.realpath(entry)):
                 continue  # it contains the run: walking through the link would not terminate
             link = work / entry.name
             if link.is_symlink():
                 link.unlink()
             if not link.exists():
-                link.symlink_to((seen_at or folder) / entry.name)
+                link.symlink_to(seen_at / entry.name)
 
 
 def locate_packages(requirements: Path, python: str) -> Path:

@@ -61,7 +61,7 @@ def start_scripts(make_run, start_run, tmp_path) -> StartGang:
         how = processes_of(cluster, run.path, tmp_path / "data", payload.command(), more)
         how |= {"tasks": {name: task for name, task in how["tasks"].items() if name not in absent}}
         write_json(run.compose, how)
-        lay_out(payload, run, cluster)
+        lay_out(payload.script, run, cluster, payload.script.parent)
         return start_run(run)
 
     return start

@@ -87,7 +87,7 @@ def test_what_containers_could_not_read_is_reported(theirs, monkeypatch):
 def test_every_task_works_in_a_folder_of_links(run, theirs):
     (theirs.parent / "data").mkdir()
     for seen_at in ("/script", str(theirs.parent)):
-        user_files.lay_out(Payload(theirs), run, run.load_cluster(), seen_at=Path(seen_at))
+        user_files.lay_out(theirs, run, run.load_cluster(), Path(seen_at))
         for task in ("chief", "worker-0"):
             links = {path.name: str(path.readlink()) for path in run.work(task).iterdir()}
             assert {name: f"{seen_at}/{name}" for name in ("data", "fit.py", "table.csv")} == links
@@ -98,10 +98,8 @@ def test_what_an_earlier_life_wrote_stays(make_run, theirs):
     run = make_run(workers=0)
     run.work("chief").mkdir(parents=True)
     (run.work("chief") / "model").write_text("trained")
-    user_files.lay_out(Payload(theirs), run, run.load_cluster())
+    user_files.lay_out(theirs, run, run.load_cluster(), theirs.parent)
     assert "trained" == (run.work("chief") / "model").read_text()
-    user_files.lay_out(Payload(), other := make_run("other", workers=0), other.load_cluster())
-    assert not (other.path / "work").exists()
 
 
 def test_no_link_leads_back_to_the_run(make_run, tmp_path):
@@ -109,7 +107,7 @@ def test_no_link_leads_back_to_the_run(make_run, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "again").symlink_to("runs")
     run = make_run(workers=0)
-    user_files.lay_out(Payload(tmp_path / "s.py"), run, run.load_cluster())
+    user_files.lay_out(tmp_path / "s.py", run, run.load_cluster(), tmp_path)
     assert {"s.py", "loop"} == {path.name for path in run.work("chief").iterdir()}
     assert all(len(Path(folder).parts) < 20 for folder, _, _ in os.walk(run.path, followlinks=True))
 

@@ -39,6 +39,7 @@ def test_a_plan_as_json_shows_what_every_task_gets(resolved):
 
 
 OPTIMIZER = {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50, "scaling": "linear", "base_batch": 48}
+OPTIMIZER |= {"schedule": "constant", "weight_decay": None, "ema": 0.0, "clip_norm": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,9 @@ OPTIMIZER = {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50, "scaling":
             {"learning_rate": 0.4, "base_learning_rate": 0.1, "warmup_steps": 0},
         ),
         (
-            {"optimizer": {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 50}},  # of a run from before these
+            {"optimizer": OPTIMIZER | {"scaling": "none"}},
             {"workers": 2},
-            {"precision": "fp32", "learning_rate": 0.1, "scaling": "none", "base_batch": None, "clip_norm": 0.0},
+            {"precision": "fp32", "learning_rate": 0.1, "base_batch": None, "clip_norm": 0.0},
         ),
     ],
 )

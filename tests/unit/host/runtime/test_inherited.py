@@ -54,7 +54,7 @@ def test_a_task_sees_what_is_listed_and_what_options_add_and_nothing_else(make_r
     more = given.environment(cluster, given.local_path())
     write_json(run.config, given.to_json())
     write_json(run.compose, processes_of(cluster, run.path, tmp_path / "data", given.command(), more))
-    lay_out(given, run, cluster)
+    lay_out(theirs, run, cluster, theirs.parent)
     assert "succeeded" == start_run(run).summary()["state"]
     seen = read_json(run.work("chief") / "seen.json")
     inherited = {name for name in STALE if seen.get(name) == STALE[name]}
