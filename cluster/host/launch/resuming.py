@@ -50,7 +50,7 @@ def resume(request: Request) -> tuple[RunFolder, Started, Request]:
         kept += ["min_workers", "grow", "metrics_port", "mirror"]
     recorded = {name: getattr(started, name) for name in kept}
     recorded |= {job_field.name: started.job.get(job_field.name) for job_field in fields(Job)}
-    recorded |= {"secret": started.secrets, "hang_timeout": started.hang_timeout_s or None}
+    recorded |= {"secret": started.secrets, "hang_timeout": started.hang_timeout_s}
     if started.runtime in registry.RUNTIMES and registry.RUNTIMES[started.runtime].is_remote:
         recorded |= {"runtime": started.runtime}  # queue the run there again
     if run.board_port == 0:

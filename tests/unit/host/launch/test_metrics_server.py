@@ -120,10 +120,3 @@ def test_a_plan_shows_the_address_and_a_port_in_use_is_refused_before_anything_s
         with pytest.raises(PrerequisiteError) as refused:
             startup.start(planned, commands := Commands(), began=time.time())
     assert (EXIT_PREREQUISITE, [], False) == (refused.value.exit_code, commands, planned.run.path.exists())
-
-
-def test_a_resumed_run_keeps_its_port_unless_another_is_given(recorded_configuration, resolved, stopped_run):
-    (port,) = free_ports(1)
-    stopped_run(name="one", metrics_port=port)
-    plans = [planning.plan(Request(resume="one", metrics_port=each)) for each in (None, 0)]
-    assert [port, 0] == [plan.options.count("metrics_port") for plan in plans]

@@ -190,34 +190,14 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, stopped_run
     assert (None, None) == (value["global_batch"], value["replica_batch"])
 
 
-def test_a_script_s_run_goes_on_with_its_script_and_bounds(theirs, stopped_run):
-    bounds = {"max_restarts": 0, "max_external_restarts": 7}
-    run = stopped_run(script=str(theirs), name="one", workers=1, overrides=("7",), **bounds)
+def test_a_script_s_run_goes_on_with_its_script(theirs, stopped_run):
+    run = stopped_run(script=str(theirs), name="one", workers=1, overrides=("7",))
     plan = planning.plan(Request(resume="one", **LOCAL))
     assert (theirs, ("7",), 2) == (plan.payload.script, plan.payload.arguments, len(plan.cluster.tasks))
     assert ("8",) == planning.plan(Request(resume="one", runtime="local", overrides=("8",))).payload.arguments
     assert "--preset" in str(refusal(Request(resume="one", preset="mnist")))
     stopped_run(resume="one")
     assert 1 == run.generation
-
-    def resumed(**options: str) -> tuple[int, int]:
-        plan = planning.plan(Request(resume="one", **LOCAL, **options))
-        return tuple(plan.options.count(name) for name in bounds)
-
-    assert (0, 7) == resumed()
-    assert (5, 9) == resumed(max_restarts=5, max_external_restarts=9)
-
-
-def test_a_training_continues_with_its_hang_timeout(resolved, stopped_run):
-    run = stopped_run(name="one", workers=0, hang_timeout=600)
-
-    def resumed(**options: int) -> int:
-        return planning.plan(Request(resume="one", **LOCAL, **options, trust=True)).options.count("hang_timeout")
-
-    assert [600, 30] == [resumed(), resumed(hang_timeout=30)]
-    path = run.control / "started.json"
-    write_json(path, read_json(path) | {"hang_timeout_s": 0})  # of a run that an earlier version debugged
-    assert 60 == resumed()
 
 
 def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ from cluster.contract import spec
 from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.spec import Role
-from cluster.host.launch import planning
+from cluster.host.launch import metrics_server, planning
 from cluster.host.launch.resuming import check_resumed
 from cluster.host.options.request import Request
 from cluster.system.errors import EXIT_USAGE, UsageError
@@ -62,6 +62,18 @@ def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, stop
     counts = tuple(len(cluster.of(role)) for role in (Role.WORKER, Role.PS))
     assert expected == (cluster.strategy, *counts, cluster.devices)
     assert previous.get("evaluator", False) is bool(cluster.of(Role.EVALUATOR))
+
+
+@pytest.mark.parametrize(
+    ("option", "began", "given"),
+    [("max_restarts", 0, 5), ("max_external_restarts", 7, 9), ("hang_timeout", 600, 30), ("metrics_port", 32767, 0)],
+)
+def test_a_resumed_run_keeps_an_option_unless_it_is_given(resolved, stopped_run, monkeypatch, option, began, given):
+    monkeypatch.setattr(metrics_server, "check_port", lambda port: None)
+    monkeypatch.setattr(metrics_server, "start", lambda *_: None)
+    stopped_run(name="one", **{option: began})
+    for requested, expected in (({}, began), ({option: given}, given)):
+        assert expected == planning.plan(Request(resume="one", runtime="local", **requested)).options.count(option)
 
 
 @pytest.fixture
