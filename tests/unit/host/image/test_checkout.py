@@ -38,7 +38,10 @@ def test_the_commit_and_its_time_are_reported_and_whether_files_differ(committed
     committed.write_text("2")
     assert (commit, f"{commit}-dirty", 86400) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())
     assert (commit, f"{commit}-dirty") == (checkout.revision("train"), checkout.revision("train/other.py"))
-    monkeypatch.setattr(checkout, "ROOT", committed.parent)  # an installed copy, below a repository of the user's
+    with monkeypatch.context() as patch:
+        patch.setattr(checkout, "ROOT", committed.parent)  # an installed copy, below a repository of the user's
+        assert ("", "", 0) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())
+    monkeypatch.setenv("PATH", "")  # without git
     assert ("", "", 0) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())
 
 
@@ -56,10 +59,3 @@ def test_what_differs_from_the_commit_is_reported_by_a_hash(folder, committed):
     (folder / "train" / "new.py").write_text("3")
     assert 3 == len({None, changed, checkout.changes_sha256(*CODE)})
     assert clean == checkout.commit()
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_outside_of_a_git_checkout_there_is_nothing_to_report(folder, monkeypatch, installed):
-    if not installed:
-        monkeypatch.setenv("PATH", str(folder))
-    assert ("", "", 0) == (checkout.commit(), checkout.revision(), checkout.commit_time_s())
