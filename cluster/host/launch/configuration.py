@@ -61,42 +61,36 @@ def check_config(
     own = any(":" in part and not part.startswith("train.") for name in named for part in re.split("[=,]", name))
     if not (own or cluster.kind.staged):
         return {}
-    numbers = {
-        "replicas": cluster.replicas,
-        "batch_divisor": cluster.batch_divisor,
-        "stages": cluster.stages if cluster.kind.staged else 0,
-        "pipelines": cluster.pipelines,
-        "memory_bytes": memory_bytes or None,
-    }
-    model, loss, optimizer = config["model"], config["loss"], config["optimizer"]["name"]
-    options = f"--model {model!r}, --loss {loss!r} or --optimizer.name {optimizer!r}"
-    return run_preflight("check", config, cluster, environment, options, numbers, start)
-
-
-def run_preflight(
-    work: str,
-    config: dict[str, Any],
-    cluster: ClusterSpec,
-    environment: Mapping[str, str],
-    options: str,
-    numbers: dict[str, int | None],
-    start: user_code.Start | None = None,
-) -> dict[str, Any]:
-    """Run `train/startup/preflight.py`; the result of a `check` is kept while its inputs are unchanged.
-
-    The `memory` of a model is the sizes of its parts, such as weights and activations, in bytes. `options` are named in
-    errors.
-    """
-    data = data_dir()
-    described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data), **numbers}
-    command = [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
-    kept = kept_results.locate(data, command, environment, data.glob("*/*/*.json")) if work == "check" else None
-    if kept and (known := kept_results.recall(kept)):
+    command = _preflight_command(
+        "check",
+        config,
+        cluster,
+        replicas=cluster.replicas,
+        batch_divisor=cluster.batch_divisor,
+        stages=cluster.stages if cluster.kind.staged else 0,
+        pipelines=cluster.pipelines,
+        memory_bytes=memory_bytes or None,
+    )
+    kept = kept_results.locate(data_dir(), command, environment, data_dir().glob("*/*/*.json"))
+    if known := kept_results.recall(kept):
         found, printed = known
         print(printed, end="", file=sys.stderr)
     else:
+        options = f"--model {config['model']!r}, --loss {config['loss']!r} or --optimizer.name {named[-1]!r}"
         found = user_code.run(command, options, "PRESET_TIMEOUT_S", environment=environment, start=start, kept=kept)
     return dict(found)
+
+
+def measure_model(config: dict[str, Any], cluster: ClusterSpec, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the number of a model's parameters, and the bytes of its parts, such as weights and activations."""
+    command = _preflight_command("memory", config, cluster)
+    found = user_code.run(command, f"--model {config['model']!r}", "PRESET_TIMEOUT_S", environment=environment)
+    return dict(found)
+
+
+def _preflight_command(work: str, config: dict[str, Any], cluster: ClusterSpec, **numbers: int | None) -> list[str]:
+    described = {"config": config, "strategy": cluster.strategy, "data_dir": str(data_dir()), **numbers}
+    return [sys.executable, "-m", "train.startup.preflight", work, json.dumps(described)]
 
 
 def ask_trainer(request: Request, words: list[str], packages: Path | None = None, code_dirs: Sequence[str] = ()) -> Any:

@@ -287,8 +287,7 @@ def estimate_memory(plan: Plan) -> dict[str, Any] | None:
         return {"unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` or `up` does that"}
     try:
         print_wait("counting what the model holds in memory")
-        environment, option = plan.payload.trial_environment(), f"--model {plan.config['model']!r}"
-        sizes = configuration.run_preflight("memory", plan.config, plan.cluster, environment, option, {})
+        sizes = configuration.measure_model(plan.config, plan.cluster, plan.payload.trial_environment())
     except ClusterError as error:
         return {"unknown": str(error)}
     return sizes | assess(plan, sizes)
