@@ -3,7 +3,6 @@
 `cluster.contract.tf_config.parse` stops at the first mistake; this module reads a TF_CONFIG as far as possible.
 """
 
-import difflib
 import json
 import re
 import sys
@@ -18,12 +17,10 @@ from cluster.contract import settings, strategies, tf_config
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.runtime.base import Finding
 from cluster.host.view.columns import columns, plain_lines
-from cluster.system.errors import UsageError
+from cluster.system.errors import UsageError, nearest
 from cluster.system.messages import counted
 
 MAX_BYTES = 2**20
-ROLES = (*(role.value for role in Role), "master")
-"""The task types that TensorFlow knows; `master` is the chief of TensorFlow 1."""
 GOOD_PORT = "use a port from 1024 to 32767"
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 _ANY_ADDRESS = ("0.0.0.0", "[::]", "::")  # noqa: S104  # refused, and not bound
@@ -103,7 +100,7 @@ class Explained:
             work = "holds a stage of the model"
         elif member.role == "ps":
             work = "nothing: this strategy has no parameter servers"
-        saves = member in self.select("chief", "master", "worker")[:1]
+        saves = member in self.select("chief", "worker")[:1]
         return f"{work} and saves checkpoints" if saves else work
 
     def to_json(self) -> dict[str, Any]:
@@ -235,19 +232,15 @@ def _kind(value: Any) -> str:
 def _check_roles(config: Explained) -> None:
     counts = Counter(member.role for member in config.members)
     for role in counts:
-        if role not in ROLES:
-            known = ROLES[:-1]
-            close = difflib.get_close_matches(role.lower(), known, n=1)
-            fix = f"write {close[0]!r}" if close else f"use {', '.join(known)}"
-            config.fail("roles", f"TensorFlow has no task type {role!r}", fix)
+        if role not in list(Role):
+            meant = nearest(role.lower(), map(str, Role)).removeprefix("; ")
+            config.fail("roles", f"TensorFlow has no task type {role!r}", meant)
     if counts["evaluator"]:
         fix = "remove it from 'cluster'; only its own 'task' says that it is the evaluator"
         config.fail("evaluator", "the evaluator is listed in 'cluster', so every strategy waits for it", fix)
-    chiefs = [f"{member.name} ({member.address})" for member in config.select("chief", "master")]
+    chiefs = [f"{member.name} ({member.address})" for member in config.select("chief")]
     if len(chiefs) > 1:
         config.fail("chief", f"there are {len(chiefs)} chiefs: {', '.join(chiefs)}", "keep one; others are workers")
-    elif counts["master"]:
-        config.warn("chief", "'master' is the chief of TensorFlow 1", "write 'chief'")
 
 
 def _check_task(config: Explained) -> None:
@@ -274,7 +267,7 @@ def _check_strategy(config: Explained) -> None:
         config.fail("strategy", detail, "remove 'ps', or train with ParameterServerStrategy")
     if servers and not workers:
         config.fail("strategy", "there are parameter servers and no worker", "add 'worker'")
-    elif servers and not config.select("chief", "master"):
+    elif servers and not config.select("chief"):
         config.fail("strategy", "ParameterServerStrategy needs a chief, which hands out the steps", "add 'chief'")
     if strategy and strategy.served and not servers:
         config.fail("strategy", f"{name} needs parameter servers", "add 'ps'")
