@@ -42,9 +42,7 @@ def ended(words: str) -> int | str | None:
         ("up --workers", "--workers"),
         ("status --run --json", "--run"),
         ("logs chief tour", "'tour'"),
-        ("up tour", "'tour'"),
         ("up --runtime local --dry --name tour", "--name tour"),
-        ("plan --name image.build", "--name image.build"),
     ],
 )
 def test_what_is_mistyped_is_refused_in_one_line_that_helps(capsys, words, expected):
