@@ -24,7 +24,7 @@ from cluster.contract.recovery import standby_cluster
 from cluster.contract.run import membership
 from cluster.contract.run.folder import RunFolder
 from cluster.system import terminal
-from cluster.system.errors import EXIT_BUG, EXIT_PEER_LOST, ClusterError, RunFailed
+from cluster.system.errors import EXIT_BUG, EXIT_CANCELLED, EXIT_PEER_LOST, ClusterError, RunFailed
 from cluster.system.json_files import read_json
 from cluster.system.messages import COMMAND, described, plain
 from train.config import TrainConfig
@@ -103,8 +103,8 @@ def train(run: RunFolder) -> int:
         raise RunFailed(f"your code ended the training: {described(error)}") from error
     except Exception as error:
         if task in cluster.members and isinstance(error, program.PEER_LOST):
-            print(f"error: lost contact with the cluster: {program.describe_lost_contact(error)}", file=sys.stderr)
-            return EXIT_PEER_LOST
+            print(f"error: {program.describe_lost_contact(error)}", file=sys.stderr)
+            return EXIT_CANCELLED if program.is_cancelled(error) else EXIT_PEER_LOST
         traceback.print_exc()
         if (known := program.explain(error)) is not None:
             raise known from error

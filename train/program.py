@@ -44,6 +44,7 @@ PEER_LOST = (_ERRORS.UnavailableError, _ERRORS.AbortedError, _ERRORS.CancelledEr
 """Errors that mean the loss of another task of the cluster, rather than a problem in this task."""
 NOT_OF_MEMORY = (*DISK_FULL, errno.EMFILE, errno.ENFILE)
 """Errors of the system that TensorFlow reports as exhausted resources, like a lack of memory."""
+LESS_MEMORY = "use a smaller batch, more --micro-batches, or --strategy pipeline with more --stages"
 
 
 class Program:
@@ -168,19 +169,41 @@ def configure_threads(config: TrainConfig) -> None:
 
 
 def describe_lost_contact(error: Exception) -> str:
-    """Return the reason in TensorFlow's error, of many lines, after the loss of another task of the cluster."""
-    text = str(error)
+    """Return one line about TensorFlow's error after the loss of another task of the cluster."""
+    if is_cancelled(error):
+        return (
+            "an operation of a step failed, and TensorFlow reports only that it cancelled the others; often memory is "
+            f"short: {LESS_MEMORY}; TF_CPP_MIN_LOG_LEVEL=1 shows the operation in the log"
+        )
+    return f"lost contact with the cluster: {_lost_contact(str(error))}"
+
+
+def is_cancelled(error: Exception) -> bool:
+    """Return whether an error that TensorFlow does not report has cancelled this task's collective operations.
+
+    An error inside a function, such as those of stages, is reported after the operations that it cancelled.
+    """
+    return isinstance(error, _ERRORS.CancelledError) and "group is cancelled" in str(error)
+
+
+def _lost_contact(text: str) -> str:
     if silent := re.findall(r"^/job:(\w+)/replica:\d+/task:(\d+)$", text, re.MULTILINE):
         tasks = {job if job == Role.CHIEF else f"{job}-{number}" for job, number in silent}
         return f"no heartbeat of {' and '.join(sorted(tasks))} reached the chief"
     reason = re.search(r"aborted by: (?:Collective ops is aborted by: )*(.+)", text)  # by this task or by others
-    first_line, _, _ = text.partition("\n")
-    return (reason[1] if reason else first_line)[:300]
+    return reason[1][:300] if reason else _first_reason(text)
+
+
+def _first_reason(text: str) -> str:
+    """Return the line of TensorFlow's error that has its reason, after those about the place of the operation."""
+    lines = text.removeprefix("Graph execution error:").splitlines()
+    reasons = [line for line in lines if line and not line.startswith((" ", "\t", "Detected at node"))]
+    return reasons[0][:200] if reasons else ""
 
 
 def explain(error: Exception) -> ClusterError | None:
     """Return a one-line error for a failure that a restart cannot fix; None for other errors."""
-    is_exhausted, reason = isinstance(error, tf.errors.ResourceExhaustedError), str(error).partition("\n")[0][:200]
+    is_exhausted, reason = isinstance(error, tf.errors.ResourceExhaustedError), _first_reason(str(error))
     number = next((number for number in NOT_OF_MEMORY if is_exhausted and os.strerror(number) in str(error)), None)
     if isinstance(error, OSError):
         number, reason = error.errno, system_error(error)
@@ -188,10 +211,7 @@ def explain(error: Exception) -> ClusterError | None:
         return RunFailed(f"the disk is full ({reason}); free space, then `{COMMAND} up --resume` this run")
     if isinstance(error, MemoryError) or (is_exhausted and number is None):
         reason = reason or "an array cannot be allocated"
-        return RunFailed(
-            f"out of memory ({reason}); use a smaller batch, more --micro-batches, or --strategy pipeline with more "
-            "--stages"
-        )
+        return RunFailed(f"out of memory ({reason}); {LESS_MEMORY}")
     if isinstance(error, tf.errors.OpError):
         return opening.explain(error) or layer_state.explain(error) or input_types.explain(error)
     if isinstance(error, PermissionError):

@@ -21,7 +21,7 @@ from cluster.contract.run import membership
 from cluster.contract.run.heartbeat import HeartbeatWriter
 from cluster.contract.run.records import EndedAttempt, OutcomeState, TaskState
 from cluster.contract.spec import ClusterSpec, Role, Task
-from cluster.system.errors import EXIT_FAILED, EXIT_PEER_LOST
+from cluster.system.errors import EXIT_CANCELLED, EXIT_FAILED, EXIT_PEER_LOST
 from cluster.system.messages import counted
 
 GRACE_S = 40.0
@@ -210,7 +210,8 @@ class Attempt:
         error = None if out_of_memory or code == 0 else program.error(code)
         if code < 0 and error:
             error = f"{cause}: {error}"
-        may_follow = lost_contact or (code == -signal.SIGABRT and member)  # TensorFlow aborts when another task dies
+        # TensorFlow aborts when another task dies.
+        may_follow = lost_contact or (member and code in (EXIT_CANCELLED, -signal.SIGABRT))
         runtime_s = time.monotonic() - self.began_at if self.scripted else 0.0  # a training program records its steps
         return self.recovery.end(self.generation, kind, cause, error, may_follow=may_follow, runtime_s=runtime_s)
 

@@ -27,6 +27,8 @@ EXIT_BUG = 70
 """A program's code for its agent: an unknown error (EX_SOFTWARE of sysexits.h), to be retried."""
 EXIT_PEER_LOST = 75
 """A program's code for its agent: another task was lost (EX_TEMPFAIL of sysexits.h), to be retried."""
+EXIT_CANCELLED = 76
+"""A program's code for its agent: its step was cancelled by an error of this task or of another, to be retried."""
 
 
 class ClusterError(Exception):

@@ -31,12 +31,21 @@ RESET = f'{REMOTE}:UNKNOWN:Error received from peer {{grpc_message:"Collective o
             f"{HEAD}{2 * 'Collective ops is aborted by: '}recvmsg:Connection reset\n{RESET}{TAIL}",
             "recvmsg:Connection reset",
         ),
+        (f"{HEAD}  File 'a.py', line 1\n\nSocket closed\n{TAIL}", "Socket closed"),
         ("Socket closed\nmore", "Socket closed"),
         ("", ""),
     ],
 )
 def test_the_reason_is_one_short_line(text, reason):
-    assert reason == program.describe_lost_contact(tf.errors.UnavailableError(None, None, text))
+    described = program.describe_lost_contact(tf.errors.UnavailableError(None, None, text))
+    assert described == f"lost contact with the cluster: {reason}"
+
+
+def test_a_step_that_an_unreported_error_cancelled_is_no_lost_contact():
+    cancelled = tf.errors.CancelledError(None, None, f"{HEAD}group is cancelled\n{TAIL}")
+    assert program.is_cancelled(cancelled)
+    assert program.LESS_MEMORY in program.describe_lost_contact(cancelled)
+    assert not program.is_cancelled(tf.errors.CancelledError(None, None, f"{HEAD}Collective ops is aborted by: reset"))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +53,7 @@ def test_the_reason_is_one_short_line(text, reason):
     [
         (f"ckpt; {os.strerror(errno.ENOSPC)}", "free space"),
         (f"ckpt; {os.strerror(errno.EMFILE)}", "None"),  # another attempt may have less of them
-        ("OOM when allocating tensor with shape[9]", "smaller batch"),
+        (f"{HEAD}OOM when allocating tensor with shape[9]\n{TAIL}", "(OOM when allocating tensor with shape[9]); use"),
     ],
 )
 def test_what_the_system_lacks_is_not_always_memory(problem, advice):
