@@ -197,7 +197,7 @@ def _lost_contact(text: str) -> str:
 def _first_reason(text: str) -> str:
     """Return the line of TensorFlow's error that has its reason, after those about the place of the operation."""
     lines = text.removeprefix("Graph execution error:").splitlines()
-    reasons = [line for line in lines if line and not line.startswith((" ", "\t", "Detected at node"))]
+    reasons = [line for line in lines if line and not line.startswith((" ", "\t", "Detected at node", "<stack traces"))]
     return reasons[0][:200] if reasons else ""
 
 

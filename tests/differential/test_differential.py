@@ -49,7 +49,7 @@ MORE = (
     "435:precision='fp32';remat=False;layers=('double','pretrained','dropout');clip=0.1",  # several types in stages
 )
 """Cases of `make test-all`, before those of the first seeds."""
-ALL, EACH = 2000, 50
+ALL, EACH = 100, 25
 """How many seeds `make test-all` tries, and each of its tests."""
 PROCESSES = 2
 LIMIT_S = 3600

@@ -61,11 +61,12 @@ def test_a_task_killed_in_any_phase_must_not_stop_the_run(clusters, request, str
     ended = summary(run)
     assert ("succeeded", STEPS) == (ended["state"], ended["steps"])
     assert (run.export / "saved_model.pb").exists()
-    assert {0} == set(ended["tasks"].values())
+    was_done = phase == "export" and ended["tasks"][task] == 128 + signal.SIGKILL  # a worker, before the chief's export
+    assert {0} == {code for name, code in ended["tasks"].items() if name != task or not was_done}
     assert strategy != "ps" or "evaluated" in {event.event for event in run.events()}
     for restart in ended["restarts"]:
         assert restart["task"] == task
         assert restart["steps_lost"] <= EVERY
     if strategy == "multiworker":
-        assert 1 == len(ended["restarts"])
+        assert (0 if was_done else 1) == len(ended["restarts"])
         assert request.getfixturevalue("undisturbed") == ended["weights_sha256"]

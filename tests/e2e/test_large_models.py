@@ -1,4 +1,4 @@
-"""A model that no single task can hold trains on two and on four stages, to the weights of one task with enough memory.
+"""A model that no single task can hold trains on four stages, to the weights of one task with enough memory.
 
 What processes may allocate is limited by `RLIMIT_DATA`, which includes the stacks of their threads. So these are small,
 and all of it runs on two cores, which the number of threads follows from.
@@ -14,24 +14,24 @@ from tests.e2e.scenario import Clusters, summary
 
 pytestmark = pytest.mark.long
 
-LIMIT_MIB, STACK_MIB = 1500, 2
+LIMIT_MIB, STACK_MIB = 1700, 2
 TEXT = """
 import numpy as np
 
 
 def short():
-    text = np.frombuffer(bytes(range(97, 123)) * 200, np.uint8)
-    windows = [text[at : at + 5 * 1024].reshape(5, 1024) for at in (0, 1)]
+    text = np.frombuffer(bytes(range(97, 123)) * 2, np.uint8)
+    windows = [text[at : at + 5 * 8].reshape(5, 8) for at in (0, 1)]
     features, labels = windows[0], windows[1].astype(np.int64)
     return {"train": (features[:4], labels[:4]), "test": (features[4:], labels[4:]), "classes": [*map(str, range(256))]}
 """
 """A text that is evaluated in a second."""
-SIZE = ("--transformer.layers=4", "--transformer.width=1024", "--transformer.context=8", "--global-batch=4")
+SIZE = ("--transformer.layers=8", "--transformer.width=1024", "--global-batch=4")
 
 
 @pytest.fixture(scope="module")
 def large(clusters, tmp_path_factory) -> Clusters:
-    """Clusters for a model of 50 million weights, which takes 1.6 GB to train."""
+    """Clusters for a model of 100 million weights, which takes 2.4 GB to train."""
     return clusters.with_modules(tmp_path_factory.mktemp("short"), own_data=True, short_text=TEXT)
 
 
@@ -46,7 +46,7 @@ def limited(large) -> Clusters:
 
 def train(clusters: Clusters, name: str, *options: str, expect: int = 0) -> dict[str, Any]:
     words = ("--preset=transformer_lm", "--micro-batches=2", "--max-restarts=0", *options)
-    training = ("--dataset=short_text:short", *SIZE, "--max-steps=3", "--steps-per-loop=1", "--threads=1")
+    training = ("--dataset=short_text:short", *SIZE, "--max-steps=1", "--steps-per-loop=1", "--threads=1")
     return summary(clusters.up(name, *words, training=training, expect=expect, timeout_s=500))
 
 
@@ -60,8 +60,7 @@ def test_one_task_must_say_in_one_line_that_its_memory_is_too_small(limited):
     assert failed["cause"]["error"].startswith("out of memory")
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_more_stages_must_hold_it(limited, enough, stages):
-    found = train(limited, f"stages-{stages}", "--strategy=pipeline", f"--stages={stages}", "--schedule=1f1b")
+def test_more_stages_must_hold_it(limited, enough):
+    found = train(limited, "stages", "--strategy=pipeline", "--stages=4", "--schedule=1f1b")
     assert enough["weights_sha256"] == found["weights_sha256"]
-    assert (limited.run(f"stages-{stages}").export / "saved_model.pb").exists()
+    assert (limited.run("stages").export / "saved_model.pb").exists()

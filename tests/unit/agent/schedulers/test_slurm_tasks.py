@@ -39,7 +39,8 @@ def run(tmp_path, monkeypatch) -> RunFolder:
 
 def take_places(run: RunFolder, *names: str) -> None:
     for at, name in enumerate(names):
-        write_json(slurm.places(run) / f"{name}.json", {"node": f"n{at}", "host": f"node-{at}", "port": 20000 + at})
+        address = {"node": f"n{at}", "host": f"node-{at}", "port": 20000 + at, "job": "7"}
+        write_json(slurm.places(run) / f"{name}.json", address)
 
 
 def assembled(run: RunFolder) -> list[str]:
