@@ -6,16 +6,15 @@ The commands are those of `tasks.py`, forked from this process. The runs have re
 programs without TensorFlow. Every few actions all commands are ended, and `Actions.check` looks at what is left.
 """
 
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from tests.support.launching import CONFIG
 from tests.support.waiting import wait_for
 
 NAMES = ("first", "second", "third")
-FORK = multiprocessing.get_context("fork")
 ROUND = 12
 """Actions between two checks."""
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -57,43 +55,55 @@ finish('stopped' if _stop else 'done')
 @dataclass
 class Terminal:
     log: Path
-    process: BaseProcess | None = None
+    pid: int = 0
     began: float = 0.0
-    words: tuple[str, ...] = ()
+    words: list[str] = field(default_factory=list)
+    code: int = 0
+    """Exit code of the command that ended last."""
 
     def run(self, *words: str) -> None:
-        self.words, self.began = words, time.monotonic()
-        self.process = FORK.Process(target=run_command, args=(self.log, words))
-        self.process.start()
+        self.words, self.began = list(words), time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                os.setsid()
+                null, log = os.open(os.devnull, os.O_RDONLY), os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                for number, target in ((null, 0), (log, 1), (log, 2)):
+                    os.dup2(number, target)
+                print(f"$ invoke {' '.join(words)}", flush=True)
+                Program(namespace=tasks.ns).run(["invoke", *words])
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+            except KeyboardInterrupt:  # before the command handles it
+                code = 130
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
 
     @property
     def busy(self) -> bool:
-        return self.process is not None and self.process.is_alive()
+        if self.pid:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.pid, self.code = 0, os.waitstatus_to_exitcode(status)
+        return self.pid != 0
 
     def signal(self, number: int) -> None:
-        if self.process is not None and self.process.is_alive():
-            os.kill(self.process.pid, number)
+        if self.busy:
+            os.kill(self.pid, number)
 
     def wait(self) -> None:
         wait_for(lambda: not self.busy, f"the end of {self.words}", LONGEST_S)
 
-    def call(self, *words: str) -> int | None:
+    def call(self, *words: str) -> int:
         self.run(*words)
         self.wait()
-        return self.process and self.process.exitcode
-
-
-def run_command(log: Path, words: Sequence[str]) -> None:
-    """Run a command as in a terminal, in a fork of this process, which prints the traceback of an error."""
-    os.setsid()
-    null, written = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, target in ((null, 0), (written, 1), (written, 2)):
-        os.dup2(number, target)
-    print(f"$ invoke {' '.join(words)}", flush=True)
-    try:
-        Program(namespace=tasks.ns).run(["invoke", *words])
-    except KeyboardInterrupt:  # before the command handles it
-        sys.exit(130)
+        return self.code
 
 
 class Actions:
