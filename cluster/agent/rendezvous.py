@@ -192,7 +192,7 @@ def hold_rendezvous(
             view.join_rendezvous(generation)
     finally:
         rendezvous.over.set()
-        dialer.close()
+        dialer.threads.shutdown(wait=False, cancel_futures=True)
         answering.close()
 
 
@@ -263,16 +263,13 @@ class Dialer:
         """Prepare to dial; a task that did not answer is dialed again after `again_s`."""
         self._task, self._others, self._rendezvous, self._again_s = task, others, rendezvous, again_s
         self._dialed: set[str] = set()
-        self._threads = ThreadPoolExecutor(DIALERS, thread_name_prefix="dialer")
+        self.threads = ThreadPoolExecutor(DIALERS, thread_name_prefix="dialer")
 
     def dial(self, names: frozenset[str]) -> None:
         """Dial the given tasks from now on, unless they have answered."""
         for name in sorted((names & self._rendezvous.missing.keys()) - self._dialed):
             self._dialed.add(name)
-            self._threads.submit(self._dial, name)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+            self.threads.submit(self._dial, name)
 
     def _dial(self, name: str) -> None:
         rendezvous = self._rendezvous
@@ -286,7 +283,7 @@ class Dialer:
         rendezvous.missing[name] = reason
         rendezvous.over.wait(self._again_s)
         with contextlib.suppress(RuntimeError):  # the executor has been shut down
-            self._threads.submit(self._dial, name)
+            self.threads.submit(self._dial, name)
 
 
 def dial(task: Task, other: Task, token: str, timeout_s: float) -> str:

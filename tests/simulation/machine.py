@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,13 @@ import pytest
 from cluster.agent import agent, attempt, elastic, rendezvous, run_view, watchdog
 from cluster.agent import standby as standing_by
 from cluster.agent.agent import Agent
-from cluster.agent.rendezvous import Abandoned, Attendance
+from cluster.agent.rendezvous import Abandoned, Attendance, Incomplete
+from cluster.agent.run_view import RunView
 from cluster.agent.task_process import Script, TaskProcess, Trainer
 from cluster.contract.recovery import ends, step_record
 from cluster.contract.results import summary
 from cluster.contract.run import joining
-from cluster.contract.spec import Task
+from cluster.contract.spec import ClusterSpec, Task
 from tests.simulation import folder, standby
 from tests.simulation.gang import SimRunView
 from tests.simulation.program import SimProgram
@@ -65,34 +66,49 @@ def make_agent(task: SimTask, *, scripted: bool, standby_s: float | None) -> Age
     return made
 
 
-class SimAnswering:
-    """Replaces the listening side of the rendezvous: a task answers those that know its token."""
-
-    def __init__(self, _listener: object, task: Task, token: str, unconfirmed: set[str]) -> None:
-        self._world, self._name = Now.world, task.name
-        self.token, self.unconfirmed = token, unconfirmed
-        self._world.operation("begin to answer")
-        if self._world.tasks[task.name] is self._world.running:  # others reach the newest copy
-            self._world.meetings[task.name] = self
-
-    def close(self) -> None:
-        if self._world.meetings.get(self._name) is self:
-            del self._world.meetings[self._name]
-
-
-class SimDialer:
-    """Replaces `Dialer`: each call dials all tasks that have not answered yet."""
-
-    def __init__(self, task: Task, others: dict[str, Task], attendance: Attendance, _again_s: float) -> None:
-        self._task, self._others, self._attendance = task, others, attendance
-
-    def dial(self, names: frozenset[str]) -> None:
-        for name in sorted(names & self._attendance.missing.keys()):
-            if not dial(self._task, self._others[name], self._attendance.token, 0.0):
-                del self._attendance.missing[name]
-
-    def close(self) -> None:
-        """Leave nothing behind."""
+def hold_rendezvous(
+    spec: ClusterSpec,
+    task: Task,
+    view: RunView,
+    generation: int,
+    *,
+    token: str,
+    timeout_s: float,
+    abandon: Callable[[], bool],
+    passed: Callable[[], Collection[str]],
+    patience: Callable[[Collection[str]], float],
+    **_: Any,
+) -> None:
+    """Replace the rendezvous: a task with the same token answers unless it is frozen or the connection fails."""
+    world, others = Now.world, frozenset(member.name for member in spec.members) - {task.name}
+    if not others:
+        return
+    world.operation("begin the rendezvous")
+    mine = Attendance(token, others, view, generation)
+    if world.tasks[task.name] is world.running:  # others reach the newest copy
+        world.meetings[task.name] = mine
+    first, began = rendezvous.dialed_first(spec, task), world.now
+    try:
+        while True:
+            due = mine.exchange(first, world.now - began, timeout_s)
+            for name in sorted(due & mine.missing.keys()):
+                theirs = world.meetings.get(name)
+                answers = theirs and theirs.token == token and world.tasks[name].frozen_until <= world.now
+                if theirs and answers and world.random.random() >= DROPPED_SHARE:
+                    mine.missing.pop(name)
+                    theirs.unconfirmed.discard(task.name)
+            mine.mark_present(passed())
+            missing = mine.absent
+            if not missing:
+                return
+            if abandon():
+                raise Abandoned("the rendezvous was abandoned")
+            if world.now > began + patience(missing) and mine.gives_up(world.now):
+                raise Incomplete(f"missing {sorted(missing)}", missing)
+            world.sleep(POLL_S)
+    finally:
+        if world.meetings.get(task.name) is mine:
+            del world.meetings[task.name]
 
 
 def listen(task: Task, *, abandon: Callable[[], bool], **_: Any) -> Any:
@@ -103,15 +119,19 @@ def listen(task: Task, *, abandon: Callable[[], bool], **_: Any) -> Any:
     return types.SimpleNamespace(close=lambda: None)
 
 
+def await_turn(task: Task, *, token: str, abandon: Callable[[], bool], **_: Any) -> None:
+    Now.world.waiting[task.name] = token
+    try:
+        while not abandon():
+            Now.world.sleep(POLL_S)
+    finally:
+        Now.world.waiting.pop(task.name, None)
+
+
 def dial(task: Task, other: Task, token: str, timeout_s: float) -> str:
-    """Replace `rendezvous.dial`: a task answers unless it is frozen or the connection fails."""
     world = Now.world
-    theirs = world.meetings.get(other.name)
-    answers = theirs and theirs.token == token and world.tasks[other.name].frozen_until <= world.now
-    if not answers or world.random.random() < DROPPED_SHARE:
-        return "no answer"
-    theirs.unconfirmed.discard(task.name)
-    return ""
+    answers = world.waiting.get(other.name) == token and world.tasks[other.name].frozen_until <= world.now
+    return "" if answers and world.random.random() >= DROPPED_SHARE else "no answer"
 
 
 def write_summary(run: folder.SimFolder, settle_s: float, outcome: Any) -> None:
@@ -123,13 +143,13 @@ def write_summary(run: folder.SimFolder, settle_s: float, outcome: Any) -> None:
 def install(patch: pytest.MonkeyPatch) -> None:
     """Replace what agents use of the system by the simulated world, until the patch is undone."""
     signals = types.SimpleNamespace(**vars(signal) | {"signal": lambda *_: None})
-    for module in (agent, attempt, run_view, elastic, watchdog, standing_by, rendezvous):
+    for module in (agent, attempt, run_view, elastic, watchdog, standing_by):
         patch.setattr(module, "time", Clock)
     for module in (agent, elastic):
         patch.setattr(module, "HeartbeatWriter", folder.SimHeartbeat)
     for module in (attempt, standing_by):
         patch.setattr(module, "MemoryKills", NoKills)
-    for module in (agent, attempt, rendezvous):
+    for module in (agent, attempt):
         patch.setattr(module, "POLL_S", POLL_S)
     patch.setattr(agent, "signal", signals)
     patch.setattr(agent, "write_json", lambda *_: Now.world.operation("write"))
@@ -137,8 +157,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rendezvous, "open_task_listener", listen)
     patch.setattr(rendezvous, "await_servers", lambda *_, **__: True)
     patch.setattr(joining, "run_token", lambda run: "run")
-    patch.setattr(rendezvous, "_Answering", SimAnswering)
-    patch.setattr(rendezvous, "Dialer", SimDialer)
+    patch.setattr(rendezvous, "hold_rendezvous", hold_rendezvous)
+    patch.setattr(rendezvous, "await_turn", await_turn)
     patch.setattr(rendezvous, "dial", dial)
     patch.setattr(elastic, "Returns", partial(elastic.Returns, clock=Clock.monotonic))
     patch.setattr(summary, "write_summary", write_summary)

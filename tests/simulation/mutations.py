@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import decide, elastic, rendezvous
+from cluster.agent import agent, decide, elastic
 from cluster.agent.agent import Agent
 from cluster.agent.attempt import Restarter
 from cluster.agent.watchdog import Watchdog
@@ -47,12 +47,12 @@ def forgotten(drawn: Drawn | None = None, **values: Any) -> Mutation:
 
 def token_without_generation(patch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     """Tasks of different generations hold one rendezvous, without a hub."""
-    whole = rendezvous.hold_rendezvous
+    whole = machine.hold_rendezvous
 
     def hold(*words: object, token: str, **options: object) -> None:
         whole(*words, token="run", **options)
 
-    patch.setattr(rendezvous, "hold_rendezvous", hold)
+    patch.setattr(agent.rendezvous, "hold_rendezvous", hold)
     return schedules(lambda schedule: setattr(schedule.world, "linked", False))
 
 
@@ -237,12 +237,6 @@ STOPPED_AS_IT_PAUSES = replace(
 """The same, where the evaluator waits to start again."""
 
 
-ALONE = Drawn(
-    {"workers": 1, "ps": 1}, scripted=False, steps=150, save_every=5, faults=[(15.0, "kill program", "worker-0", 0.0)]
-)
-"""A worker of parameter servers restarts alone, long before the end."""
-
-
 STALE = Drawn(
     {"workers": 2}, scripted=False, steps=25, save_every=5, faults=[(15.0, "kill program", "worker-0", 0.0)],
     linked=True, stale_s=60.0,
@@ -296,7 +290,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "failures do not count": ("policy", failures_do_not_count),
     "no single steps": ("policy", no_single_steps),
     # A task that restarts alone waits for those that have met its previous attempt.
-    "met again": ("policy", replaced(elastic.Members, "_passed_rendezvous", lambda *_: frozenset(), ALONE)),
+    "met again": ("policy", replaced(elastic.Members, "_passed_rendezvous", lambda self, generation: frozenset())),
     # A script that lost contact does not wait for the task that was killed to report it.
     "no patience": ("policy", replaced(decide, "patience_s", lambda facts: 0.0)),
     "copies claim": ("policy", copies_claim),

@@ -241,7 +241,7 @@ class Schedule:
         there = [each.name for each in members if each.alive and max(each.started_at, each.frozen_until) <= since]
         if len(there) >= needed and "chief" in there:
             raise Broken(f"policy: the cluster was not complete, although {there} were there: {outcome}")
-        if named := [name for name in there if name == outcome["task"] or f"{name} (" in outcome["error"]]:
+        if named := [name for name in there if name == outcome["task"] or repr(name) in outcome["error"]]:
             raise Broken(f"stuck: {named} are named although they were there: {outcome}")
 
     def _last_fault(self) -> float:

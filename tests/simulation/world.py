@@ -113,6 +113,7 @@ class SimTask:
         if not self.superseded:
             self.world.folder.died(self.name)
             self.world.meetings.pop(self.name, None)
+            self.world.waiting.pop(self.name, None)
         for program in self.programs:
             program.exit(-9)
         if self.world.running is not self:  # let its thread unwind
@@ -168,7 +169,9 @@ class World:
         self.copied = False
         """Whether the engine may do that, so that agents look for newer copies."""
         self.meetings: dict[str, Any] = {}
-        """What answers those that dial a task, in the rendezvous or while it is left out."""
+        """The rendezvous in which each task is."""
+        self.waiting: dict[str, str] = {}
+        """The tasks that were left out and answer greetings, with their token."""
         self.linked = False
         """Whether agents have connections."""
         self.hub: Any = None
@@ -201,6 +204,7 @@ class World:
         self.older.append(older)
         self.training.superseded(older)
         self.meetings.pop(name, None)  # others reach the new one
+        self.waiting.pop(name, None)
         newer = self.tasks[name] = SimTask(self, older.task)
         newer.cache, newer.skew_s = older.cache.elsewhere(), older.skew_s
         self.log(name, "another copy started")
