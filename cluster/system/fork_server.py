@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NoReturn
@@ -39,17 +40,17 @@ def has_preloaded() -> bool:
 
 
 def start(command: list[str], *, fork: bool = False, **how: Any) -> subprocess.Popen[bytes] | ForkedProcess:
-    """Start a process, forked from this one if it runs a Python module and `preload` was called, or with `fork`.
+    """Start a process, forked from this one if it runs Python code and `preload` was called, or with `fork`.
 
     The options are those of `subprocess.Popen`; for a fork, only those of `ForkedProcess`.
     """
-    if (fork or _preloaded) and command[:2] == [sys.executable, "-m"]:
+    if (fork or _preloaded) and command[0] == sys.executable and command[1] in _RUN:
         return ForkedProcess(command, **how)
     return subprocess.Popen(command, **how)
 
 
 class ForkedProcess:
-    """A fork of this process that runs a Python module, with the interface of `subprocess.Popen`."""
+    """A fork of this process that runs other Python code, with the interface of `subprocess.Popen`."""
 
     stdout: IO[bytes] | None = None
     """The child's output, if it is a pipe."""
@@ -105,7 +106,7 @@ class ForkedProcess:
                 os.environ.update(env)
                 processes.set_name(env.get("TASK", "tf-cluster"))  # the command line is that of the parent
                 tempfile.tempdir = None  # cached, and $TMPDIR may differ now
-                _run(command[2:])
+                _run(command)
             finally:
                 os._exit(1)
         if process_group is not None:
@@ -154,12 +155,11 @@ def _set_files(streams: Sequence[int | None], others: tuple[int, ...]) -> None:
     sys.stdout, sys.stderr = open(1, "w", **by_lines), open(2, "w", **by_lines)  # noqa: SIM115
 
 
-def _run(arguments: list[str]) -> NoReturn:
-    """Run a module with its arguments as the main program of this process, then exit."""
+def _run(command: list[str]) -> NoReturn:
+    """Run Python's command line in this process, then exit."""
     code = 1
     try:
-        sys.argv = arguments
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        _RUN[command[1]](command[2:])
         code = 0
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
@@ -172,3 +172,17 @@ def _run(arguments: list[str]) -> NoReturn:
             with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(code & 0xFF)
+
+
+def _run_module(arguments: list[str]) -> None:
+    sys.argv = list(arguments)
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _run_code(arguments: list[str]) -> None:
+    sys.argv = ["-c", *arguments[1:]]
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    exec(compile(arguments[0], "<string>", "exec"), main.__dict__)  # noqa: S102  # as `python -c` does
+
+
+_RUN: dict[str, Callable[[list[str]], None]] = {"-m": _run_module, "-c": _run_code}

@@ -205,7 +205,7 @@ def install() -> None:
         return (read_json(base) if base else dict(CONFIG)), (), "none"
 
     def render(_: LocalProcesses, work: Any) -> dict[str, Any]:
-        program = ["--", sys.executable, "-m", "tests.programs.lines", PROGRAM]
+        program = ["--", sys.executable, "-c", PROGRAM]
         how = processes_of(work.cluster, work.run.path, work.data_dir, program)
         return how | {"preload": "tests.programs.preloaded"}
 

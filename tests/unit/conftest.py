@@ -95,7 +95,7 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
     ) -> Gang:
         run = make_run(**topology)
         write_json(run.config, read_json(run.config) | config)
-        program = [sys.executable, "-m", "tests.programs.lines", f"{imports}\n{lines}"]
+        program = [sys.executable, "-c", f"{imports}\n{lines}"]
         how = processes_of(run.load_cluster(), run.path, tmp_path / "data", ["--", *program], network=network)
         how |= {"tasks": {n: task for n, task in how["tasks"].items() if n not in absent}}
         if apart:

@@ -18,7 +18,6 @@ from cluster.host.launch import teardown
 from cluster.host.nvidia import Placement
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import processes_of
-from cluster.system.files import ROOT
 from cluster.system.json_files import read_json, write_json
 from tests.support.gang import Gang, StartGang
 from tests.support.waiting import wait_for
@@ -183,7 +182,7 @@ def test_where_an_agent_cannot_import_each_program_does(start_apart, before_star
 # A forked process by itself. Its parent is a new process: the one that runs the tests has threads.
 
 PARENT = """
-import importlib, json, os, pathlib, signal, subprocess, sys
+import json, os, signal, subprocess, sys, threading
 from cluster.system import fork_server
 import types
 sys.modules["nothing"] = types.SimpleNamespace(load=lambda: None)
@@ -192,10 +191,8 @@ signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler"))
 os.environ["ONLY_THE_PARENTS"] = "1"
 kept, other = os.pipe(), os.pipe()
 def begin(code, **more):
-    pathlib.Path("child.py").write_text(code)
-    importlib.invalidate_caches()
     how = dict(env={"GIVEN": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | more
-    return fork_server.start([sys.executable, "-m", "child", "word"], **how)
+    return fork_server.start([sys.executable, "-c", code, "word"], **how)
 """
 
 
@@ -204,9 +201,10 @@ def parent(tmp_path) -> Callable[[str], Any]:
     """Runs lines in a process that may fork; returns their output, as JSON."""
 
     def run(lines: str) -> Any:
-        command, environment = [sys.executable, "-c", f"{PARENT}\n{lines}"], os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert (0, "") == (done.returncode, done.stderr)
+        done = subprocess.run(
+            [sys.executable, "-c", f"{PARENT}\n{lines}"], capture_output=True, text=True, timeout=300, check=True
+        )
+        assert not done.stderr
         return json.loads(done.stdout)
 
     return run
@@ -232,7 +230,7 @@ print(json.dumps([said, kept[0], forked.pid, forked.wait(10) + new.wait(10), kin
 ''')
     (environment, files, words, standard_input, temporary, session, name), kept, pid, code, kinds = printed
     assert ({"TMPDIR": "/var/tmp", "TASK": "worker-0"}, "worker-0\n") == (environment, name)
-    assert ("child.py", "word", "/dev/null") == (Path(words[0]).name, *words[1:], standard_input)
+    assert (["-c", "word"], "/dev/null") == (words, standard_input)
     assert [0, 1, 2, kept] == files
     assert ("/var/tmp", pid, 0) == (temporary, session, code)
     assert ["ForkedProcess", "Popen"] == kinds  # another command than Python is a new process
