@@ -13,7 +13,7 @@ import pytest
 
 from cluster.contract.run.folder import RunFolder
 from cluster.host.schedulers import slurm_runtime as slurm
-from cluster.host.schedulers.slurm_runtime import Slurm
+from cluster.host.schedulers.slurm_runtime import Queue
 from cluster.system.json_files import read_json
 from tests.e2e.scenario import ENDLESS, ROOT, Clusters, await_members, step_of, summary
 from tests.support.waiting import wait_for
@@ -31,7 +31,7 @@ DAEMONS = Path("/var/lib/tf-cluster-slurm")
 @pytest.fixture(scope="module", autouse=True)
 def site(unavailable):
     """A Slurm with three nodes, of `.ci/slurm`: its nodes may be killed."""
-    found = Slurm().probe()
+    found = slurm.Slurm().probe()
     if not found.ready or not (DAEMONS / "n3.pid").exists():
         unavailable(f"no Slurm of .ci/slurm answers: {found.detail}")
 
@@ -190,7 +190,7 @@ def test_an_elastic_job_must_replace_a_task_whose_node_died(elastic_job, cluster
     assert place["node"] != lost["node"]  # which is still away
     clusters.invoke("chaos", "kill", "worker-1", "--run=grows", timeout_s=300)
     clusters.check_bits(run, "--bitwise-elastic=4", training=SMALL)
-    wait_for(lambda: not Slurm().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
+    wait_for(lambda: not Queue().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
 
 
 def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(elastic_job, clusters):

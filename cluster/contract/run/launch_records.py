@@ -14,7 +14,7 @@ class TaskAddress(Record):
     node: str
     host: str
     port: Count
-    job: str
+    job: str = ""
 
 
 class Process(Record):

@@ -33,7 +33,6 @@ from cluster.host.runtime.payload import Payload
 from cluster.host.runtime.resources import Job, Memory, Network
 from cluster.system.errors import ClusterError, PrerequisiteError, UsageError
 from cluster.system.files import open_file
-from cluster.system.messages import either
 
 SLOWED_SHARE = 0.2
 """Share of one core that a slowed task keeps."""
@@ -184,7 +183,6 @@ class Runtime(ABC):
         automatic: whether `--runtime auto` may choose it.
         reaches_hardware: whether its tasks can use this machine's TPU.
         limits_memory: whether `--memory` limits its tasks.
-        networks: the values of `--network`.
         python: the version of Python in its tasks, for which the user's packages are installed.
         is_remote: whether its tasks run on machines that a scheduler chooses, with their own GPUs.
         job_options: the fields of `Job` that its scheduler supports.
@@ -199,7 +197,6 @@ class Runtime(ABC):
     limits_memory: bool = False
     is_remote: bool = False
     job_options: frozenset[str] = frozenset()
-    networks: tuple[str, ...] = (resources.PRIVATE,)
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     board: str = "local"
     injector: type[FaultInjector]
@@ -218,8 +215,8 @@ class Runtime(ABC):
         """Return the memory of each task for `--memory`, which is valid or empty; by default without a limit."""
         return Memory(requested)
 
-    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
-        """Return the network of the tasks.
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
+        """Return the network of the tasks; by default a private one, without a choice.
 
         Args:
             requested: the value of `--network`; empty if it was left out.
@@ -227,16 +224,10 @@ class Runtime(ABC):
             way_out: a description of what the tasks must reach outside this machine; empty for nothing.
             serves: whether the tasks run TensorFlow servers.
         """
-        if requested and requested not in self.networks:
-            choice = either(self.networks)
-            raise UsageError(f"--network {requested!r}: {self.tasks} have {choice}; use that, or leave it out")
-        typed = requested or previous
-        name, warning = self.choose_network(typed if typed in self.networks else "", way_out)
-        return Network(name, typed, warning if serves else "")
-
-    def choose_network(self, typed: str, way_out: str) -> tuple[str, str]:  # noqa: ARG002
-        """Return the network for `--network`, and a warning about who reaches the tasks; empty if nobody can."""
-        return resources.PRIVATE, ""
+        resources.check_network(requested)
+        if requested == resources.HOST:
+            raise UsageError(f"--network {requested}: {self.tasks} always have a private network; leave it out")
+        return Network(resources.PRIVATE, requested or previous)
 
     def ports(self, num_tasks: int) -> tuple[int, ...] | None:  # noqa: ARG002
         """Return a free port of 127.0.0.1 for each task; None if every task has its own host name."""

@@ -330,7 +330,6 @@ class Compose(ContainerRuntime):
     name = "docker"
     tasks = "containers"
     automatic = True
-    networks = (resources.PRIVATE, resources.EGRESS)
     board = "docker"
     injector = ContainerFaults
     describe = staticmethod(render_overlay)
@@ -349,10 +348,11 @@ class Compose(ContainerRuntime):
         share_bytes = int(total_bytes * resources.SHARED) // num_tasks
         return resources.Memory(requested, resources.parse_memory(requested) or share_bytes, total_bytes)
 
-    def choose_network(self, typed: str, way_out: str) -> tuple[str, str]:  # noqa: ARG002
-        if typed != resources.EGRESS:
-            return resources.PRIVATE, ""
-        return typed, f"{resources.EXPOSED}: this machine has an address in the tasks' network (--network egress)"
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> resources.Network:
+        if (requested or previous) != resources.EGRESS:
+            return super().network(requested, previous, way_out=way_out, serves=serves)
+        warning = f"{resources.EXPOSED}: this machine has an address in the tasks' network (--network egress)"
+        return resources.Network(resources.EGRESS, resources.EGRESS, warning if serves else "")
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # limits, not free memory, count
         work.memory.check(len(work.cluster.tasks))

@@ -18,7 +18,7 @@ from cluster.host.image.engine import Availability
 from cluster.host.runtime import namespaces, resources, supervisor, warm
 from cluster.host.runtime.base import SLOWED_SHARE, FaultInjector, Finding, Runtime, Shell, Workload
 from cluster.host.runtime.payload import with_variables
-from cluster.host.runtime.resources import HOST, PRIVATE
+from cluster.host.runtime.resources import HOST, PRIVATE, Network
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError
 from cluster.system.ports import free_ports
@@ -92,7 +92,6 @@ class LocalProcesses(Runtime):
     tasks = "local processes"
     automatic = True
     reaches_hardware = True
-    networks = (PRIVATE, HOST)
     injector = ProcessFaults
 
     def __init__(self) -> None:
@@ -113,19 +112,22 @@ class LocalProcesses(Runtime):
             network = Finding(network.check, "warning", detail, f"{refused.fix}; {INSTEAD}")
         return [room, network]
 
-    def choose_network(self, typed: str, way_out: str) -> tuple[str, str]:
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
+        resources.check_network(requested)
+        typed = requested or previous
         if typed == HOST:
             why = f"as requested (--network {HOST})"
         elif way_out and not typed:
             why = f"{way_out}; --network {PRIVATE} does without"
         elif (refused := namespaces.refusal()) is None:
-            return PRIVATE, ""
+            return Network(PRIVATE, typed)
         elif typed:
             why = f"tasks can have no private network here: {refused.why}"
             raise PrerequisiteError(f"--network {PRIVATE}: {why}; {refused.fix}, or leave it out")
         else:
             why = f"they can have no private network: {refused.why}; {refused.fix}, or {INSTEAD}"
-        return HOST, f"{resources.EXPOSED}: the tasks are in this machine's network, {why}"
+        warning = f"{resources.EXPOSED}: the tasks are in this machine's network, {why}"
+        return Network(HOST, typed, warning if serves else "")
 
     def ports(self, num_tasks: int) -> tuple[int, ...]:
         return free_ports(num_tasks)

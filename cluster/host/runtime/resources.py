@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from cluster.system import memory
-from cluster.system.errors import PrerequisiteError, UsageError
+from cluster.system.errors import PrerequisiteError, UsageError, nearest
 from cluster.system.messages import counted, size
 
 TASK_MEMORY_BYTES = 600 * 2**20
@@ -83,6 +83,13 @@ class Network:
     """`--network` as typed, for a resumed run."""
     warning: str = ""
     """A warning about who can reach the tasks, and why; empty if nobody can."""
+
+
+def check_network(requested: str, *allowed: str) -> None:
+    """Check the value of `--network` against the allowed networks, by default those of local processes."""
+    known = allowed or (PRIVATE, HOST)
+    if requested and requested not in known:
+        raise UsageError(f"--network {requested!r} is not a network here{nearest(requested, known)}")
 
 
 @dataclass(frozen=True)

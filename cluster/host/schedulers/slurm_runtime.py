@@ -21,6 +21,7 @@ from cluster.host.nvidia import NO_DEVICE
 from cluster.host.runtime import resources
 from cluster.host.runtime.base import FaultInjector, Finding, ScheduledRuntime, Shell, Workload, path_digest
 from cluster.host.runtime.payload import process_variables
+from cluster.host.runtime.resources import Network
 from cluster.system import processes
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut, UsageError
 from cluster.system.files import ROOT, open_file
@@ -50,6 +51,69 @@ SRUN_S = 60.0
 END_S = 90.0
 """Timeout for a job to end after `scancel`: Slurm waits for KillWait, by default 30 s, before it kills tasks."""
 POLL_S = 0.5
+
+
+class Queue:
+    """The queue of a Slurm site."""
+
+    def __init__(self) -> None:
+        self._failure: tuple[float, tuple[int, str, str]] | None = None
+        """The time of the last failed query, and its result."""
+
+    def jobs(self, name: str = "", *, parts: bool = False, states: Collection[str] = IN_PROGRESS) -> dict[str, str]:
+        """Return the names of this user's jobs in `states` by job number, optionally only jobs called `name`.
+
+        With `parts`, this includes its replacement jobs, whose names begin with `name` and a dot.
+        """
+        words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j"]
+        code, printed, complained = self._ask([*words, *([f"--name={name}"] if name and not parts else [])])
+        if code:
+            raise PrerequisiteError(f"Slurm does not answer: {last_output_line(complained)}")
+        rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
+        found = {number: called for number, state, called in rows if state in states}
+        if parts:
+            return {number: called for number, called in found.items() if f"{called}.".startswith(f"{name}.")}
+        return found
+
+    def describe(self, run: RunFolder) -> str:
+        """Return the state of a run's newest job; empty while it runs, or once the controller has forgotten it."""
+        command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%B", f"--name={job_name(run)}"]
+        _, printed, _ = self._ask(command)
+        rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 3]
+        if not rows:
+            return ""
+        number, state, reason, node = max(rows, key=lambda row: int(row[0]) if row[0].isdecimal() else 0)
+        why = "" if reason == "None" else f": {reason}"  # the scheduler has not looked at it yet
+        if state in IN_PROGRESS:
+            held = f"; `scontrol release {number}` lets it begin" if "held" in reason.lower() else ""
+            return f"job {number} is queued{why}{held}" if state == "PENDING" else ""
+        place = "" if node in ("", "n/a") else f" on {node}"  # its script may never have run
+        ended = f"job {number} ended{place}: {state} ({reason})"
+        if run.log("slurm").exists():
+            return f"{ended}; see logs/slurm.log of the run"
+        fix = "let every node see RUNS_DIR under that path"
+        return f"{ended} before any task began, as where a node cannot write {run.path}; {fix}"
+
+    def nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
+        """Return the exit code of `sinfo`, its output, a line for each state of nodes, and its errors."""
+        return self._ask(["sinfo", "--noheader", "--format=%D %T"], timeout_s)
+
+    def refusal(self, options: Sequence[str]) -> str:
+        """Return why Slurm would never accept a job with these options; empty if it would, now or later."""
+        code, _, complained = processes.run(["sbatch", "--test-only", *options, "--wrap=true"], ANSWER_S)
+        why = last_output_line(complained).removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
+        if not code or any(word in why for word in TEMPORARY):
+            return ""
+        if UNAVAILABLE in why and any(line.split()[-1] not in IN_USE for line in self.nodes()[1].splitlines()):
+            return ""  # the missing resource may be a node that is down
+        return why
+
+    def _ask(self, command: list[str], timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
+        if self._failure and time.monotonic() - self._failure[0] < RETRY_S:
+            return self._failure[1]
+        answer = processes.run(command, timeout_s)
+        self._failure = (time.monotonic(), answer) if answer[0] not in (0, *NOT_INSTALLED) else None
+        return answer
 
 
 def batch_script(work: Workload) -> str:
@@ -125,16 +189,19 @@ class SlurmFaults(FaultInjector):
     def signal(self, task: str, number: int, *whose: str) -> None:
         found = self.processes(task)
         words = [str(int(found[which]["pid"])) for which in whose]
-        # The last address: the task may be a replacement in another job.
-        addresses = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
-        if not addresses:
-            raise UsageError(f"{task} has not begun in the job: wait until it trains")
-        place = records.read_record(addresses[-1], TaskAddress.from_json)
-        step = ["srun", f"--jobid={place.job}", "--overlap", f"--nodelist={place.node}", "--nodes=1", "--ntasks=1"]
+        place = self._place(task)
+        job = (place and place.job) or next(iter(Queue().jobs(job_name(self._run))), "")
+        node = place.node if place else ""
+        step = ["srun", f"--jobid={job}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
         code, _, complained = processes.run([*step, "kill", f"-{number}", *words], SRUN_S)
         if code:
             complaint = " ".join(complained.split())[:200]
-            raise ClusterError(f"srun on {place.node} of job {place.job}: {complaint}")
+            raise ClusterError(f"srun on {node or 'a node'} of job {job or 'none'}: {complaint}")
+
+    def _place(self, task: str) -> TaskAddress | None:
+        """Return the last address of a task, which may be a replacement in another job."""
+        attempts = sorted((self._run.control / "slurm").glob(f"*/{task}.json"), key=lambda path: path.stat().st_mtime)
+        return records.read_record(attempts[-1], TaskAddress.from_json) if attempts else None
 
 
 class Slurm(ScheduledRuntime):
@@ -142,7 +209,6 @@ class Slurm(ScheduledRuntime):
 
     name = "slurm"
     tasks = "tasks of a Slurm job"
-    networks = (resources.HOST,)
     look_s = 5.0  # many users share a site's controller
     way_back = "use a login node"
     job_options = frozenset({"partition", "time", "account", "nodes", "cpus_per_task", "gpus_per_task"})
@@ -150,17 +216,16 @@ class Slurm(ScheduledRuntime):
 
     def __init__(self) -> None:
         super().__init__()
-        self._failure: tuple[float, tuple[int, str, str]] | None = None
-        """The time of the last failed query, and its result."""
+        self._queue = Queue()
 
     def probe(self) -> Availability:
-        code, printed, complained = self._nodes()
+        code, printed, complained = self._queue.nodes()
         if code:
             return Availability(False, f"Slurm does not answer ({last_output_line(complained)})", self.way_back)
         return Availability(True, "queued by sbatch" if printed.strip() else "this cluster has no nodes now")
 
     def examine(self) -> list[Finding]:
-        code, printed, complained = self._nodes(CHECK_S)
+        code, printed, complained = self._queue.nodes(CHECK_S)
         if code in NOT_INSTALLED:
             return []
         if code:
@@ -168,9 +233,12 @@ class Slurm(ScheduledRuntime):
             return [Finding("slurm", "warning", last_output_line(complained), fix)]
         return [Finding("slurm", "ok", ", ".join(printed.split("\n")[:-1]) or "no nodes")]
 
-    def choose_network(self, typed: str, way_out: str) -> tuple[str, str]:  # noqa: ARG002
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:  # noqa: ARG002
+        resources.check_network(requested)
+        if requested == resources.PRIVATE:
+            raise UsageError(f"--network {requested}: tasks of a Slurm job are in their nodes' network; leave it out")
         exposed = f"{resources.UNPROTECTED} all who reach the nodes reach them: see docs/guides/slurm.md"
-        return resources.HOST, exposed
+        return Network(resources.HOST, requested or previous, exposed if serves else "")
 
     def render(self, work: Workload) -> dict[str, Any]:
         check_time(work.job.time)
@@ -178,7 +246,7 @@ class Slurm(ScheduledRuntime):
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # another job
         """Check that Slurm would accept the job, according to Slurm itself; raise UsageError if not."""
-        if why := self._refusal(sbatch_options(work)):
+        if why := self._queue.refusal(sbatch_options(work)):
             options = [f"--{name.replace('_', '-')} {value}" for name, value in vars(work.job).items() if value]
             raise UsageError(f"{' '.join(options) or 'the job'}: Slurm refuses it: {why}; see `sinfo --long`")
 
@@ -193,87 +261,32 @@ class Slurm(ScheduledRuntime):
         sh(f"{_sbatch(work)} {shlex.quote(str(path))}")
 
     def scheduler_status(self, run: RunFolder) -> str:
-        return str(self.look(self._describe, run))
+        return str(self.look(self._queue.describe, run))
 
     def cancel_queued(self, run: RunFolder) -> bool:
         name = job_name(run)
         with contextlib.suppress(PrerequisiteError):  # Slurm does not answer
-            if self.jobs(name, states={"PENDING"}):
+            if self._queue.jobs(name, states={"PENDING"}):
                 processes.run(["scancel", "--state=PENDING", f"--jobname={name}"], ANSWER_S)
-                return not self.jobs(name)  # it may have begun just before
+                return not self._queue.jobs(name)  # it may have begun just before
         return False
 
     def scheduled_name(self, run: RunFolder) -> str:
         return job_name(run)
 
     def has_tasks(self, name: str) -> bool:
-        return bool(self.jobs(name))
+        return bool(self._queue.jobs(name))
 
     def scheduled(self) -> Collection[str]:
-        return self.jobs().values()
+        return self._queue.jobs().values()
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
         name = job_name(run)
-        wait_until(lambda: not self.jobs(name), grace_s, POLL_S)
-        if jobs := self.jobs(name, parts=True):
+        wait_until(lambda: not self._queue.jobs(name), grace_s, POLL_S)
+        if jobs := self._queue.jobs(name, parts=True):
             sh(shlex.join(["scancel", *(["--signal=KILL", "--full"] if not grace_s else []), *jobs]))
-        if not wait_until(lambda: not self.jobs(name, parts=True), END_S, POLL_S):
+        if not wait_until(lambda: not self._queue.jobs(name, parts=True), END_S, POLL_S):
             raise TimedOut(f"job {' '.join(jobs)} of {run.name} does not end; `scontrol show job` says why")
-
-    def jobs(self, name: str = "", *, parts: bool = False, states: Collection[str] = IN_PROGRESS) -> dict[str, str]:
-        """Return the names of this user's jobs in `states` by job number, optionally only jobs called `name`.
-
-        With `parts`, this includes its replacement jobs, whose names begin with `name` and a dot.
-        """
-        words = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j"]
-        code, printed, complained = self._ask([*words, *([f"--name={name}"] if name and not parts else [])])
-        if code:
-            raise PrerequisiteError(f"Slurm does not answer: {last_output_line(complained)}")
-        rows = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
-        found = {number: called for number, state, called in rows if state in states}
-        if parts:
-            return {number: called for number, called in found.items() if f"{called}.".startswith(f"{name}.")}
-        return found
-
-    def _describe(self, run: RunFolder) -> str:
-        """Return the state of a run's newest job; empty while it runs, or once the controller has forgotten it."""
-        command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%B", f"--name={job_name(run)}"]
-        _, printed, _ = self._ask(command)
-        rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 3]
-        if not rows:
-            return ""
-        number, state, reason, node = max(rows, key=lambda row: int(row[0]) if row[0].isdecimal() else 0)
-        why = "" if reason == "None" else f": {reason}"  # the scheduler has not looked at it yet
-        if state in IN_PROGRESS:
-            held = f"; `scontrol release {number}` lets it begin" if "held" in reason.lower() else ""
-            return f"job {number} is queued{why}{held}" if state == "PENDING" else ""
-        place = "" if node in ("", "n/a") else f" on {node}"  # its script may never have run
-        ended = f"job {number} ended{place}: {state} ({reason})"
-        if run.log("slurm").exists():
-            return f"{ended}; see logs/slurm.log of the run"
-        fix = "let every node see RUNS_DIR under that path"
-        return f"{ended} before any task began, as where a node cannot write {run.path}; {fix}"
-
-    def _nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
-        """Return the exit code of `sinfo`, its output, a line for each state of nodes, and its errors."""
-        return self._ask(["sinfo", "--noheader", "--format=%D %T"], timeout_s)
-
-    def _refusal(self, options: Sequence[str]) -> str:
-        """Return why Slurm would never accept a job with these options; empty if it would, now or later."""
-        code, _, complained = processes.run(["sbatch", "--test-only", *options, "--wrap=true"], ANSWER_S)
-        why = last_output_line(complained).removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
-        if not code or any(word in why for word in TEMPORARY):
-            return ""
-        if UNAVAILABLE in why and any(line.split()[-1] not in IN_USE for line in self._nodes()[1].splitlines()):
-            return ""  # the missing resource may be a node that is down
-        return why
-
-    def _ask(self, command: list[str], timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
-        if self._failure and time.monotonic() - self._failure[0] < RETRY_S:
-            return self._failure[1]
-        answer = processes.run(command, timeout_s)
-        self._failure = (time.monotonic(), answer) if answer[0] not in (0, *NOT_INSTALLED) else None
-        return answer
 
 
 def job_name(run: RunFolder) -> str:

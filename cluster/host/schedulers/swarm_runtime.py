@@ -27,7 +27,7 @@ from cluster.host.image import engine, images
 from cluster.host.image.engine import Availability
 from cluster.host.runtime import compose_runtime, resources
 from cluster.host.runtime.base import Finding, ScheduledRuntime, Shell, Workload
-from cluster.host.runtime.resources import ENCRYPTED, Job, Memory, parse_memory
+from cluster.host.runtime.resources import ENCRYPTED, Job, Memory, Network, parse_memory
 from cluster.system.errors import ClusterError, PrerequisiteError, TimedOut
 from cluster.system.messages import last_output_line
 from cluster.system.waiting import wait_until
@@ -239,7 +239,6 @@ class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
 
     name = "swarm"
     tasks = "services of a Swarm"
-    networks = (resources.PRIVATE, ENCRYPTED)
     look_s = 2.0
     way_back = "set DOCKER_HOST to a manager's engine"
     job_options = frozenset({"constraint", "cpus_per_task", "gpus_per_task"})
@@ -270,15 +269,17 @@ class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
     def memory(self, requested: str, num_tasks: int) -> Memory:  # noqa: ARG002  # on other machines
         return Memory(requested, parse_memory(requested))
 
-    def choose_network(self, typed: str, way_out: str) -> tuple[str, str]:
-        if typed == ENCRYPTED and not way_out:
-            return typed, ""
+    def network(self, requested: str, previous: str, *, way_out: str, serves: bool) -> Network:
+        typed = requested or previous
+        resources.check_network(typed, resources.PRIVATE, ENCRYPTED)
+        if not serves or (typed == ENCRYPTED and not way_out):
+            return Network(typed or resources.PRIVATE, typed)
         open_to = "all who are on the network between the hosts (UDP port 4789) reach them"
         if typed == ENCRYPTED:
             open_to = f"all who are on one of the hosts reach them, because the tasks are {way_out}"
         warning = f"{resources.UNPROTECTED} {open_to}"
         use = "; --network encrypted closes that, or a network that only the hosts are in" if not way_out else ""
-        return typed or resources.PRIVATE, f"{warning}{use}: see docs/guides/swarm.md"
+        return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm checks the free resources
         """Check that any host accepts tasks; only the Swarm knows which hosts have the reserved resources."""
