@@ -74,7 +74,7 @@ def test_an_agent_for_which_the_system_has_no_process_is_started_later(run, monk
     monkeypatch.setattr(supervisor, "RETRY_S", 0.1)
     monkeypatch.setattr(os, "fork", refused)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the supervisor runs in this very process
-    chief = {"command": [sys.executable, "-m", "tests.programs.lines", "pass"], "environment": {}}
+    chief = {"command": [sys.executable, "-c", "pass"], "environment": {}}
     write_json(run.compose, {"runtime": "local", "tasks": {"chief": chief}})
     supervisor.Supervisor(run).main()
     assert (3, 1, "succeeded") == (len(opened), len({*opened}), run.load_summary().state)
