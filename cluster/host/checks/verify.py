@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One training."""
+    """One training, by its options of `up`."""
 
     strategy: str
     loop: str
@@ -56,6 +56,10 @@ class Case:
     @property
     def kind(self) -> Strategy:
         return STRATEGIES[self.strategy]
+
+    @property
+    def options(self) -> str:
+        return f"--strategy {self.strategy} {self.kind.trial}".strip()
 
     @property
     def name(self) -> str:
@@ -133,8 +137,8 @@ def train_case(case: Case, runs: Path, limit_s: float) -> CaseOutcome:
 
 def case_command(case: Case) -> list[str]:
     """Return the command that runs a case."""
-    options = f"--strategy {case.strategy} {case.kind.trial} --loop {case.loop} --runtime local --tensorboard-port 0"
-    return [sys.executable, "-m", "invoke", "up", "--name", case.name, *options.split(), "--", *TRAINING]
+    options = f"up --name {case.name} --runtime local --tensorboard-port 0 {case.options} --loop {case.loop}"
+    return [sys.executable, "-m", "invoke", *options.split(), "--", *TRAINING]
 
 
 def judge_case(case: Case, ended: CaseOutcome, reference: CaseOutcome | None) -> Row:
