@@ -4,7 +4,7 @@ import sys
 
 import tensorflow as tf
 
-from cluster.contract.recovery.checkpoint_files import list_finished
+from cluster.contract.recovery.checkpoint_files import Saved, list_finished
 from cluster.system.json_files import read_json_lines
 from train.context import TaskContext
 from train.saving import saved_weights
@@ -19,11 +19,11 @@ def evaluate_checkpoints(context: TaskContext) -> None:
     metrics = Metrics(run, name, prints=True, resumed_at=sys.maxsize)
     evaluate = context.new_evaluation()
     done = {row["step"] for row in read_json_lines(run.metrics(name))}  # also by previous generations
-    unreadable = set()
+    unreadable: set[tuple[int, int] | None] = set()
     heartbeat.update(state="evaluating")
     while True:
         last = stop.is_set() or run.outcome is not None  # a SIGTERM during the start was ignored
-        readable = (saved for saved in list_finished(run.checkpoints) if saved.step not in unreadable)
+        readable = (saved for saved in list_finished(run.checkpoints) if _written(saved) not in unreadable)
         if (saved := next(readable, None)) and saved.step not in done:  # older ones no longer matter
             if (damage := saved.damage()) is None:
                 try:
@@ -31,8 +31,8 @@ def evaluate_checkpoints(context: TaskContext) -> None:
                 except (tf.errors.OpError, OSError):  # a newer checkpoint may have replaced it
                     damage = "TensorFlow cannot read it"
             if damage:
-                if saved.record.exists():  # otherwise a newer one has just replaced it
-                    unreadable.add(saved.step)  # so that it is read once, not twice a second
+                if written := _written(saved):  # otherwise a newer one has just replaced it
+                    unreadable.add(written)  # so that it is read once, not twice a second
                     print(
                         f"warning: checkpoint of step {saved.step} is damaged ({damage}) and not evaluated", flush=True
                     )
@@ -48,3 +48,11 @@ def evaluate_checkpoints(context: TaskContext) -> None:
             return
         else:
             stop.wait(POLL_S)
+
+
+def _written(saved: Saved) -> tuple[int, int] | None:
+    """Return a key that distinguishes checkpoints of the same step; None if it is deleted."""
+    try:
+        return saved.step, saved.record.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
