@@ -26,6 +26,13 @@ def hash_blocks(path: Path) -> tuple[int, ...]:
         return tuple(int(_hash(tf.constant(block))) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
 
+def check_blocks(path: Path, expected: Sequence[int]) -> None:
+    """Check a file's blocks without keeping them in memory."""
+    for number, (current, recorded) in enumerate(zip(hash_blocks(path), expected, strict=True)):
+        if current != recorded:
+            raise damage_error(path, number)
+
+
 def read_checked(path: tf.Tensor | str, expected: tf.Tensor | Sequence[int]) -> tf.Tensor:
     """Check a file's blocks and return its contents, a string scalar; eagerly or inside a graph."""
     raw, path, expected = tf.io.read_file(path), tf.convert_to_tensor(path), tf.convert_to_tensor(expected, tf.int64)

@@ -98,7 +98,7 @@ class Arrays:
         """Yield the examples of a split, in the same order every time."""
         columns, parts = [], 3 if split == "train" else 2  # weights are for training only
         for file, leaf in zip(self._splits[split].files[:parts], self._splits[split].leaves[:parts], strict=True):
-            blocks.read_checked(str(file.path), file.blocks)
+            blocks.check_blocks(file.path, file.blocks)
             dtype, shape = np.dtype(leaf.dtype).newbyteorder("<"), (file.num_examples, *leaf.shape)
             columns.append(np.memmap(file.path, dtype, "r", shape=shape))
         return zip(*columns, strict=True)
