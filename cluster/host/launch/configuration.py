@@ -16,6 +16,7 @@ from cluster.contract.spec import ClusterSpec
 from cluster.host.launch.folders import data_dir
 from cluster.host.options.request import PRESET, Request
 from cluster.host.runtime.payload import python_path
+from cluster.system.errors import UsageError
 from cluster.system.files import ROOT
 
 
@@ -99,6 +100,9 @@ def ask_trainer(request: Request, words: list[str], packages: Path | None = None
     # The program runs in the checkout, but the user's modules are next to the run file or in the caller's folder. Where
     # an earlier run found its own comes before the latter, which may be another project's with a module of that name.
     folders = [each for each in (request.code_dir, *code_dirs, str(Path.cwd())) if each and each != str(ROOT)]
+    own = [word for word in (preset, *request.training()) if ":" in word]
+    if own and (split := next((each for each in folders if os.pathsep in each), "")):
+        raise UsageError(f"{own[0]}: Python imports nothing from {split!r}, whose path has a colon; rename that folder")
     path = [*folders, *python_path(), *([str(packages)] if packages else [])]
     return user_code.run(
         [sys.executable, "-m", "train", "--print-config", f"--preset={preset}", *words],

@@ -21,7 +21,7 @@ from cluster.host.options.request import Request
 from cluster.host.runtime import resources as limits
 from cluster.host.runtime import supervisor
 from cluster.host.runtime.local_runtime import LocalProcesses
-from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError
+from cluster.system.errors import EXIT_PREREQUISITE, EXIT_USAGE, ClusterError, PrerequisiteError, UsageError
 from cluster.system.files import ROOT
 from cluster.system.json_files import read_json
 from tests.support.launching import CONFIG, WORKING_ENGINE, Commands, no_shell, refusal
@@ -104,6 +104,13 @@ def test_a_tpu_that_is_not_there_is_reported_before_anything_else(resolved, monk
     (tmp_path / "accel0").touch()
     planned = planning.plan(Request(strategy="tpu", devices=8))
     assert ("local", 8) == (planned.runtime.name, planned.cluster.replicas)
+
+
+@pytest.mark.parametrize("own", [{"overrides": ("--model", "mine:model")}, {"train": ("--model=mine:model",)}])
+def test_code_in_a_folder_that_pythonpath_cannot_hold_is_refused(monkeypatch, own):
+    monkeypatch.setattr(user_code, "run", lambda *_, **__: pytest.fail("the path was cut at the colon"))
+    with pytest.raises(UsageError):
+        configuration.resolve_config(Request(code_dir="/a:b", **own))
 
 
 @pytest.mark.parametrize(
