@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from cluster.system.files import open_file, rename
+from cluster.system.files import open_file, remove, rename
 from cluster.system.messages import shortened
 
 PART_BYTES = 64 * 2**20
@@ -40,7 +40,7 @@ GAP = b"... some output was left out here ...\n"
 _appending = threading.Lock()
 """Serializes appending, since a task's program and its standby process share a log."""
 _marked_at: dict[Path, float] = {}
-"""When the time and size of each log's newest part were last recorded, by the monotonic clock."""
+"""When each log's time and size were last recorded, by the monotonic clock."""
 
 
 def copy_output(stream: IO[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...] = ()) -> None:
@@ -89,29 +89,31 @@ def append_output(log: Path, data: bytes) -> None:
 
 
 def _mark(log: Path, file: IO[bytes]) -> None:
-    """Record the time and the size of a log's newest part before new output, at most every `MARK_S`."""
+    """Record the time and a log's size before new output, at most every `MARK_S`."""
     if time.monotonic() - _marked_at.get(log, -MARK_S) >= MARK_S:
         _marked_at[log] = time.monotonic()
+        status = os.fstat(file.fileno())
         with open_file(_marks(log), "ab") as marks:
-            marks.write(f"{time.time():.1f} {os.fstat(file.fileno()).st_size}\n".encode())
+            marks.write(f"{time.time():.1f} {status.st_ino} {status.st_size}\n".encode())
 
 
-def _marks(part: Path) -> Path:
-    return part.with_name(f"{part.name}.marks")
+def _marks(log: Path) -> Path:
+    return log.with_name(f"{log.name}.marks")
 
 
 def _begin_part(log: Path) -> None:
     first, previous = _parts(log)[:2]
-    ended = previous if os.path.lexists(first) else first
-    if ended == previous and os.path.lexists(previous):
+    if not os.path.lexists(first):
+        rename(log, first.name)
+        return
+    if os.path.lexists(previous):
         with open_file(first, "r+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - len(GAP)))
             if file.read() != GAP:
                 file.write(GAP)
-    rename(log, ended.name)
-    _marked_at.pop(log, None)  # the next part begins with a mark
-    rename(_marks(log), _marks(ended).name)
+        remove(previous)
+    rename(log, previous.name)
 
 
 def _parts(log: Path) -> tuple[Path, Path, Path]:
@@ -142,11 +144,37 @@ class LogReader:
 
     def skip_until(self, since: float) -> None:
         """Skip output from before `since`, in seconds since the epoch, except for the last few seconds of it."""
-        for part in _parts(self._log):
-            with contextlib.suppress(OSError), open_file(part, "rb") as file:
-                status = os.fstat(file.fileno())
-                begins = _find_mark(part, since - MARK_S)
-                self._offsets[status.st_dev, status.st_ino] = status.st_size if begins is None else begins
+        parts = []
+        for path in _parts(self._log):
+            with contextlib.suppress(OSError), open_file(path, "rb") as file:
+                parts.append(os.fstat(file.fileno()))
+        first, offset = self._find(since - MARK_S, [part.st_ino for part in parts])
+        for at, part in enumerate(parts):
+            skipped = part.st_size if at < first else offset if at == first else 0
+            self._offsets[part.st_dev, part.st_ino] = skipped
+
+    def _find(self, since: float, inodes: list[int]) -> tuple[int, int]:
+        """Return the first part, by its place in `inodes`, with output from after `since`, and where that begins.
+
+        A part that was removed since has left its marks, and perhaps its inode to a newer part, before whose own marks
+        there are those of the parts in between. The first part is never removed.
+        """
+        first, offset, newest = len(inodes), 0, -1
+        with contextlib.suppress(OSError), open_file(_marks(self._log), "rb") as marks:
+            for line in iter(lambda: marks.readline(LINE_BYTES), b""):  # a task may write anything there
+                with contextlib.suppress(ValueError):
+                    at, inode, size = line.split()
+                    if float(at) < since:
+                        continue
+                    part = inodes.index(int(inode)) if int(inode) in inodes else -1
+                    if newest < 0:
+                        first, offset = part, max(0, int(size))
+                    if first == 0:
+                        break
+                    if part < max(newest, 0):  # the second part is the oldest that is kept of what is newer
+                        return min(1, len(inodes) - 1), 0
+                    newest = part
+        return first, offset
 
     def _read_on(self, key: tuple[int, int], file: IO[bytes], ended: bool) -> Iterator[bytes]:
         size = os.fstat(file.fileno()).st_size
@@ -165,17 +193,6 @@ class LogReader:
                 break
             self._offsets[key] += len(line)
             yield line.removesuffix(b"\n")
-
-
-def _find_mark(part: Path, since: float) -> int | None:
-    """Return the size of a log's part at its first mark from `since` or later; None without one."""
-    with contextlib.suppress(OSError), open_file(_marks(part), "rb") as marks:
-        for line in iter(lambda: marks.readline(LINE_BYTES), b""):  # a task may write anything there
-            with contextlib.suppress(ValueError):
-                at, size = line.split()
-                if float(at) >= since:
-                    return max(0, int(size))
-    return None
 
 
 def last_line(log: Path) -> str:

@@ -54,8 +54,8 @@ def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log, monkeypatc
     monkeypatch.setattr(logs, "PART_BYTES", 1000)
     for number in range(1000):
         logs.append_output(log, b"line %d\n" % number)
-    parts = {"chief.log", "chief.log.first", "chief.log.previous"}
-    assert {name + end for name in parts for end in ("", ".marks")} == {path.name for path in log.parent.iterdir()}
+    names = {"chief.log", "chief.log.first", "chief.log.previous", "chief.log.marks"}
+    assert names == {path.name for path in log.parent.iterdir()}
     lines = read(LogReader(log))
     at = lines.index(GAP.strip())
     numbers = [int(line.split()[1]) for line in lines[:at]]
@@ -76,16 +76,20 @@ def test_whoever_follows_a_log_misses_and_repeats_nothing(log, monkeypatch):
     assert [b"line %d" % number for number in range(1, 15 * 36 + 1)] == lines
 
 
-@pytest.mark.parametrize("part_bytes", [2**20, 45])
-def test_a_log_is_read_from_a_time_on(log, monkeypatch, part_bytes):
+@pytest.mark.parametrize(("part_bytes", "reused"), [(2**20, False), (40, False), (40, True)])
+def test_a_log_is_read_from_a_time_on(log, monkeypatch, part_bytes, reused):
     monkeypatch.setattr(logs, "PART_BYTES", part_bytes)
     now = 1000.0
     monkeypatch.setattr(logs, "time", types.SimpleNamespace(time=lambda: now, monotonic=lambda: now))
-    for _ in range(38):  # in five parts of nine lines, of which the second and third are gone
+    for _ in range(38):  # in five parts of eight lines, of which the second and third are gone
         logs.append_output(log, b"%d\n" % now)
-        now += 3.0
+        now += 7.0
+    if reused:  # the newest part has the inode of one that is gone
+        marks, inode = log.with_name("chief.log.marks"), str(log.stat().st_ino)
+        lines = [line.split() for line in marks.read_text().splitlines()]
+        marks.write_text("".join(f"{at} {inode if 8 <= n < 16 else i} {s}\n" for n, (at, i, s) in enumerate(lines)))
     kept = [int(line) for line in read(LogReader(log)) if line != GAP.strip()]
-    for since in range(995, 1130):
+    for since in (1000.0, 1050.0, 1057.0, 1105.5, 1133.0, 1200.0, 1250.0, now + 10):
         reader = LogReader(log)
         reader.skip_until(since)
         times = [int(line) for line in read(reader) if line != GAP.strip()]
