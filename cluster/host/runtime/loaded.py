@@ -1,6 +1,7 @@
 """The imported files and inherited properties of this process, to detect whether a new process would differ."""
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,23 +33,38 @@ def circumstances() -> list[str]:
     return [*lines, *texts, *spaces, str(schedule), os.path.realpath(sys.executable), sys.version]
 
 
+def sha256_of(paths: Sequence[Path]) -> str:
+    """Return the sha256, in hexadecimal, of the names and contents of files and of all files below folders."""
+    digest = hashlib.sha256()
+    for path in paths:
+        below = [f"{parent}/{name}" for parent, _, names in os.walk(path) for name in names]
+        for file in sorted(each for each in below or [str(path)] if "/__pycache__/" not in each):
+            with contextlib.suppress(FileNotFoundError), open(file, "rb") as content:  # noqa: PTH123
+                digest.update(f"{file}\0{hashlib.sha256(content.read()).hexdigest()}\0".encode())
+    return digest.hexdigest()
+
+
 class Loaded:
     """The state of the files that this process has imported."""
 
-    def __init__(self, own: Sequence[Path], began: float) -> None:
+    def __init__(self, own: Sequence[Path], before: str, began: float) -> None:
         """Record the state of the imports since `began`, in seconds since the epoch.
 
-        The files and folders of `own` count as imported as a whole.
+        Files below `own` are compared by content, any others by their metadata; `before` is the `sha256_of(own)` at
+        that time.
         """
-        self._own, self._files = own, [*imported(), *_mapped()]
+        self._own, self._before = own, before
         self._names = {name.partition(".")[0] for name in sys.modules}
+        below = tuple(f"{path}/" for path in own)
+        self._files = [path for path in {*imported(), *_mapped()} if not path.startswith(below)]
         self._seen = self._look()
-        self.certain = all(state[-1] < (began - SETTLED_S) * 1e9 for state in self._seen.values() if state)
+        settled = all(state[-1] < (began - SETTLED_S) * 1e9 for state in self._seen.values() if state)
+        self.certain = settled and self.is_current()
         """Whether the state is that of the import: no file has changed shortly before it, or since."""
 
     def is_current(self) -> bool:
         """Whether a new process would import the same files."""
-        return self._look() == self._seen
+        return self._look() == self._seen and sha256_of(self._own) == self._before
 
     def _look(self) -> dict[str, State]:
         """Return the state of each imported file, and of the entries in `sys.path` that decide which modules are found.
@@ -56,9 +72,6 @@ class Loaded:
         A new entry may take precedence over an imported module.
         """
         found = {path: state_of(path) for path in self._files}
-        for path in self._own:
-            below = [f"{parent}/{name}" for parent, _, names in os.walk(path) for name in names]
-            found |= {file: state_of(file) for file in below or [str(path)] if "/__pycache__/" not in file}
         for folder in sys.path:
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:

@@ -36,7 +36,7 @@ from cluster.contract import settings, user_code
 from cluster.contract.run import owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.runtime import namespaces, supervisor
-from cluster.host.runtime.loaded import Loaded, circumstances
+from cluster.host.runtime.loaded import Loaded, circumstances, sha256_of
 from cluster.host.runtime.resources import PRIVATE
 from cluster.system import fork_server, memory, processes
 from cluster.system.errors import EXIT_FAILED
@@ -155,6 +155,7 @@ class EarlySupervisor:
         if self._order["keep_s"]:
             environment = {name: environment[name] for name in environment if name not in OF_RUN}
             environment[owner.TOKEN] = NO_TOKEN
+            self._order["code"] = sha256_of(own_code())
         command = [sys.executable, "-m", "cluster.host.runtime.warm"]
         self.process = processes.start_detached(command, environment=environment, stdin=theirs.fileno())
         theirs.close()
@@ -281,7 +282,7 @@ class Warm:
         self._chosen = _preload(order)  # again, to distinguish variables that only the first imports set
         self._added = {name: imported[name] for name in imported if imported[name] != os.environ.get(name)}
         ctypes.CDLL(None).malloc_trim(0)
-        self.loaded = Loaded(own_code(), began)
+        self.loaded = Loaded(own_code(), order["code"], began)
         self._keep_s = mmap.mmap(-1, 8)  # how long to stay after the last run; shared with the forks
         self._keep_s[:] = struct.pack("d", order["keep_s"])
 
