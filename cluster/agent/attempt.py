@@ -210,8 +210,8 @@ class Attempt:
         error = None if out_of_memory or code == 0 else program.error(code)
         if code < 0 and error:
             error = f"{cause}: {error}"
-        # TensorFlow aborts when another task dies.
-        may_follow = lost_contact or (member and code in (EXIT_CANCELLED, -signal.SIGABRT))
+        aborted = (-signal.SIGABRT,) if self.scripted else (-signal.SIGABRT, EXIT_CANCELLED)  # or another task died
+        may_follow = lost_contact or (member and code in aborted)
         runtime_s = time.monotonic() - self.began_at if self.scripted else 0.0  # a training program records its steps
         return self.recovery.end(self.generation, kind, cause, error, may_follow=may_follow, runtime_s=runtime_s)
 
