@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -28,12 +29,39 @@ GLOBAL_BATCH, REPLICAS = 8, 2
 OBJECTIVE = objectives.build_by_name("sparse_categorical_crossentropy", classifies=True)
 
 
-def new_step(strategy: tf.distribute.Strategy) -> TrainStep:
+class Watched(TrainStep):
+    """A step that keeps the shape of every tensor that it is given and makes."""
+
+    def compute(self, batch_of: Any, step: tf.Tensor, replica: tf.Tensor, micro_batch: Any = None) -> Computed:
+        batch = batch_of(replica)
+        given.extend([one.shape.as_list() if one.shape.rank is not None else None for one in (*batch, step, replica)])
+        return self._watched(lambda: super(Watched, self).compute(batch_of, step, replica, micro_batch))
+
+    def update(self, computed: Computed) -> tf.Tensor:
+        return self._watched(lambda: super(Watched, self).update(computed))
+
+    def _watched(self, call: Callable[[], Any]) -> Any:
+        before = len(tf.compat.v1.get_default_graph().get_operations())
+        result = call()
+        for operation in tf.compat.v1.get_default_graph().get_operations()[before:]:
+            for output in operation.outputs:
+                made.append(output.name)
+                if not output.shape.is_fully_defined():
+                    dynamic.append(f"{operation.type} {output.name} {output.shape}")
+        return result
+
+
+given: list[list[int | None] | None] = []
+made: list[str] = []
+dynamic: list[str] = []
+
+
+def new_step(strategy: tf.distribute.Strategy, kind: type[TrainStep] = TrainStep) -> TrainStep:
     with strategy.scope():
         model = models.build_by_name("two_conv_cnn", (12, 12, 1), 10)
         optimizer = keras.optimizers.Adam(0.001)
         optimizer.build(model.trainable_variables)
-    return TrainStep(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
+    return kind(model, GradientPolicy(optimizer), OBJECTIVE, GLOBAL_BATCH, strategy.num_replicas_in_sync)
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +87,13 @@ def test_a_machine_without_a_tpu_is_reported_at_once():
     assert time.monotonic() - began < 10
 
 
-def test_every_batch_that_an_update_gets_has_a_static_shape(source, strategy, monkeypatch):
-    shapes: list[list[list[int]]] = []
-    compute = TrainStep.compute
-
-    def watched(step: TrainStep, batch_of: Any, number: tf.Tensor, replica: tf.Tensor, *others: Any) -> Computed:
-        shapes.append([part.shape.as_list() for part in batch_of(replica)])
-        return compute(step, batch_of, number, replica, *others)
-
-    monkeypatch.setattr(TrainStep, "compute", watched)
+def test_every_shape_that_an_update_sees_or_makes_is_static(source, strategy):
     feed = feeds.train_feed(strategy, source, TrainConfig(global_batch=GLOBAL_BATCH, seed=7))
-    losses = steps.SynchronousSteps(strategy, new_step(strategy), feed, 2)(0, 2).losses
-    assert [[4, 12, 12, 1], [4], [4]] == shapes[0] == shapes[-1]  # features, labels, weights
+    losses = steps.SynchronousSteps(strategy, new_step(strategy, Watched), feed, 2)(0, 2).losses
+    assert [[4, 12, 12, 1], [4], [4], [], []] == given[:5]  # features, labels, weights, step, replica
+    assert {"[4, 12, 12, 1]", "[4]", "[]"} == {str(shape) for shape in given}
+    assert len(made) > 100
+    assert [] == dynamic
     assert np.isfinite(losses).all()
 
 

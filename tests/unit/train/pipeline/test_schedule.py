@@ -91,6 +91,13 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(name, stages, micro_b
     assert 1 - 3.0 * micro_batches / length == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
+def test_stages_that_wait_for_each_other_are_noticed():
+    programs = schedule.build_programs("gpipe", 2, 2)
+    programs[0] = [each for each in programs[0] if each.opcode is not Opcode.FORWARD]
+    with pytest.raises(RuntimeError):
+        schedule.interleave(programs)
+
+
 def blocks(costs, parameter_bytes=0, activation_bytes=0):
     return [
         BlockCost((f"layer_{at}", f"act_{at}"), float(cost), parameter_bytes, 0, activation_bytes, 1)
