@@ -196,6 +196,13 @@ def test_what_still_lasts_is_undone_when_nothing_recovers(start_gang, monkeypatc
     gang.await_step("worker-0", gang.beat("worker-0").step + 20)
 
 
+def test_a_fault_must_end_the_run_only_where_it_should():
+    kinds, ends = ("kill", "stop", "diskfull"), (None, "succeeded", "failed", "stopped")
+    costs = [FaultCost(kind, "chief", 5, 1.0, 2.0, 0, ended) for kind in kinds for ended in ends]
+    expected = {("kill", None), ("kill", "succeeded"), ("stop", "stopped"), ("diskfull", "failed")}
+    assert expected == {(cost.kind, cost.ended) for cost in costs if cost.as_it_should}
+
+
 @pytest.fixture
 def run(run) -> RunFolder:
     """A run that trains, as far as its folder says."""

@@ -60,52 +60,61 @@ def invoke(tmp_path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
 
 @pytest.fixture
-def watch(invoke, folder, tmp_path) -> Callable[[], "tuple[subprocess.Popen[str], RunFolder]"]:
-    """Starts `invoke up` with the script on one local task; returns it with its run once it watches the script."""
-
-    def start() -> "tuple[subprocess.Popen[str], RunFolder]":
-        words = ("--name=one", "--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
-        command = invoke("up", *words, f"--script={folder / 'fit.py'}")
-        assert any(line.startswith("run folder") for line in command.stdout), "up ended before"
-        wait_for(lambda: list(folder.glob("started-*")), "the script")
-        return command, RunFolder(tmp_path / "runs" / "one")
-
-    return start
+def up(invoke, folder) -> Callable[[], "subprocess.Popen[str]"]:
+    """Starts `invoke up` with the script on one local task."""
+    words = ("--name=one", "--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
+    return lambda: invoke("up", *words, f"--script={folder / 'fit.py'}")
 
 
-def finished(command: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, error = command.communicate(timeout=300)
-    return command.returncode, out, error
+def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    outputs = [command.communicate(timeout=300) for command in commands]
+    return [(command.returncode, *each) for command, each in zip(commands, outputs, strict=True)]
 
 
-def test_down_ends_a_run_that_somebody_watches(watch, invoke):
-    watched, run = watch()
-    code, out, error = finished(invoke("down", "--timeout=0"))
+def started(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("started-*")]
+
+
+def wait_until_watched(command: "subprocess.Popen[str]", folder: Path) -> None:
+    """Wait until `up` has come from starting the run to watching it, and the script runs."""
+    assert command.stdout
+    assert any(line.startswith("run folder") for line in command.stdout), "up ended before"
+    wait_for(lambda: started(folder), "the script")
+
+
+def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
+    watched = up()
+    wait_until_watched(watched, folder)
+    ((code, out, error),) = finished(invoke("down", "--timeout=0"))
     assert (EXIT_DONE, "") == (code, error)
     assert "one is down" in out
-    code, out, error = finished(watched)
+    ((code, out, error),) = finished(watched)
     assert EXIT_INTERRUPTED == code, (out, error)
     assert "stopped" in out
-    assert [] == supervisor.processes_left(run)
+    assert [] == supervisor.processes_left(RunFolder(tmp_path / "runs" / "one"))
 
 
-def test_a_second_signal_kills_a_script_that_does_not_listen(watch, folder):
+def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_path):
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     (folder / "fit.py").write_text(deaf + (folder / "fit.py").read_text())
-    watched, run = watch()
+    watched = up()
+    run = RunFolder(tmp_path / "runs" / "one")
+    wait_until_watched(watched, folder)
     watched.send_signal(signal.SIGTERM)
     wait_for(lambda: run.stop_requested, "the request to stop")
     watched.send_signal(signal.SIGTERM)
-    code, out, _ = finished(watched)
+    ((code, out, _),) = finished(watched)
     assert EXIT_INTERRUPTED == code
     assert "killing every task" in out
     assert [] == supervisor.processes_left(run)
 
 
-def test_a_run_whose_terminal_is_closed_goes_on(watch, folder):
-    watched, run = watch()
+def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
+    watched = up()
+    run = RunFolder(tmp_path / "runs" / "one")
+    wait_until_watched(watched, folder)
     watched.send_signal(signal.SIGHUP)
-    code, out, _ = finished(watched)
+    ((code, out, _),) = finished(watched)
     assert EXIT_HUNG_UP == code
     assert "continues in the background" in out
     assert ["SIGHUP"] == [event.detail["cause"] for event in run.events() if event.event == "unattended"]

@@ -23,6 +23,8 @@ from tests.support.waiting import wait_for
 SOMEBODY = 12345
 """A user who owns nothing."""
 
+INTERFACES = "import socket\nprint([name for _, name in socket.if_nameindex()], flush=True)\n"
+
 AS_SOMEBODY = """
 import json, os, socket, sys
 from cluster.host.runtime import namespaces
@@ -93,6 +95,15 @@ def test_every_port_of_a_run_in_the_machine_s_network_is_reached_at_every_addres
     everywhere = {(address, task) for address in doors.addresses() for task in ("chief", "worker-0")}
     assert ("127.0.0.1", "chief") in everywhere
     wait_for(lambda: everywhere == reached(gang), "all ports to be open")
+
+
+def test_two_runs_are_in_two_networks_with_a_loopback_alone(private, start_gang):
+    gangs = [start_gang(f"{INTERFACES}work()", name=name, workers=0, network="private") for name in ("one", "other")]
+    for gang in gangs:
+        wait_for(lambda gang=gang: gang.beat("chief").state == "training", "the training")
+        wait_for(lambda gang=gang: gang.run.log("chief").read_text().strip(), "its interfaces in the log")
+        assert "['lo']" == gang.run.log("chief").read_text().strip()
+    assert 2 == len({network_of(gang.pid("chief")) for gang in gangs})
 
 
 def test_a_run_that_must_have_a_network_and_cannot_starts_no_task(run, monkeypatch, tmp_path):
