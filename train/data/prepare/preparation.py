@@ -27,7 +27,7 @@ from cluster.system.errors import PrerequisiteError, RunFailed
 from cluster.system.files import sha256
 from train import named
 from train.data import store
-from train.data.dataset_record import PARTS, ArrayRecord, is_user_dataset, values_in
+from train.data.dataset_record import DTYPES, ArrayRecord, is_user_dataset, values_in
 from train.data.prepare import download
 from train.data.prepare.download import SourceFile
 from train.data.store import say
@@ -153,8 +153,8 @@ def write_arrays(
     with store.new_folder(data_dir, "arrays", name, version) as folder:
         index["splits"] = {
             split: {
-                part: _write_part(folder / f"{split}_{part}.bin", part_arrays)
-                for part, part_arrays in zip(PARTS, arrays, strict=False)  # weights may be missing
+                part: _write_part(folder / f"{split}_{part}.bin", part_arrays, DTYPES[part])
+                for part, part_arrays in zip(DTYPES, arrays, strict=False)  # weights may be missing
             }
             for split, arrays in splits.items()
         }
@@ -164,11 +164,13 @@ def write_arrays(
     return ArrayRecord.find(data_dir, name, version)
 
 
-def _write_part(path: Path, array: Named) -> dict[str, Any]:
+def _write_part(path: Path, array: Named, dtypes: tuple[str, ...]) -> dict[str, Any]:
     if isinstance(array, Mapping):
-        return {name: _write_part(path.with_stem(f"{path.stem}_{name}"), item) for name, item in array.items()}
+        return {name: _write_part(path.with_stem(f"{path.stem}_{name}"), item, dtypes) for name, item in array.items()}
     from train.data import blocks  # imports TensorFlow
 
+    if array.dtype.name not in dtypes:
+        raise ValueError(f"{path.name} must be {' or '.join(dtypes)}, not {array.dtype}")
     data = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     data.tofile(path)
     return {"file": path.name, "shape": array.shape, "dtype": array.dtype.name, **blocks.digests(path)}

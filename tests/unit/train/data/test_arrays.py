@@ -1,6 +1,5 @@
 """The prepared arrays: written whole or not at all, found with their sizes checked, verified byte by byte."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -16,10 +15,11 @@ IMAGES = np.arange(5 * 4 * 4 * 1, dtype=np.uint8).reshape(5, 4, 4, 1)
 LABELS = np.array([3, 1, 4, 1, 5], np.int64)
 
 
-def write(data_dir: Path) -> ArrayRecord:
-    """Write the images, the first two of them to test on."""
-    splits = {"train": (IMAGES, LABELS), "test": (IMAGES[:2], LABELS[:2])}
-    return write_arrays(data_dir, "mnist", "3.0.1", splits, classes=tuple("0123456789"), source="a test")
+def write(data_dir: Path, *train: np.ndarray, classes: tuple[str, ...] = tuple("0123456789")) -> ArrayRecord:
+    """Write `train`, and the first two of its examples to test on."""
+    train = train or (IMAGES, LABELS)
+    splits = {"train": train, "test": tuple(array[:2] for array in train)}
+    return write_arrays(data_dir, "mnist", "3.0.1", splits, classes=classes, source="a test")
 
 
 def test_written_arrays_are_found(tmp_path):
@@ -48,6 +48,13 @@ def test_only_a_complete_dataset_is_ready(tmp_path):
     assert "" == describe_ready(tmp_path, "mnist", "memory")
 
 
+def test_the_wrong_type_is_refused_and_leaves_nothing_under_the_name(tmp_path):
+    with pytest.raises(ValueError, match=r"train_features\.bin .*float64"):
+        write(tmp_path, IMAGES.astype(np.float64), LABELS)
+    with pytest.raises(PrerequisiteError):
+        ArrayRecord.find(tmp_path, "mnist")
+
+
 def test_a_users_dataset_that_is_not_prepared_names_the_command(tmp_path):
     with pytest.raises(PrerequisiteError, match=r"^mine:digits is not prepared: .*; run `invoke data\.prepare --name"):
         ArrayRecord.find(tmp_path, "mine:digits")
@@ -57,6 +64,14 @@ def test_a_users_dataset_that_is_not_prepared_names_the_command(tmp_path):
     (tmp_path / "arrays" / "mine-digits.json").write_text("{")
     with pytest.raises(RunFailed, match=r"mine-digits\.json cannot be read"):
         ArrayRecord.find(tmp_path, "mine:digits")
+
+
+@pytest.mark.parametrize("size", [0, 79, 81])
+def test_a_file_of_the_wrong_size_is_named_with_both_sizes(tmp_path, size):
+    path = write(tmp_path).train.files[0].path
+    path.write_bytes(bytes(size))
+    with pytest.raises(RunFailed, match=f"^{path} has {size} bytes, expected 80 .*invoke data.prepare"):
+        ArrayRecord.find(tmp_path, "mnist")
 
 
 @pytest.mark.parametrize(
@@ -75,5 +90,3 @@ def test_a_training_cuts_windows_into_its_context():
     whole = ArrayRecord(name="jargon_file", version="4.4.7", classes=(), num_outputs=256, train=split, test=split)
     cut = Split(52, {"features": Leaf((16,), "uint8"), "labels": Leaf((16,), "int64")})
     assert (cut, cut) == (whole.cut(16).train, whole.cut(16).test)
-    alike = dataclasses.replace(whole, name="mine:data")  # a user's bytes with labels of their shape are no text
-    assert alike.cut(16) is alike

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.system.errors import UsageError
+from cluster.system.errors import PrerequisiteError, UsageError
 from tests.support import own_module
 from train.data import user_dataset
 from train.data.dataset_record import DTYPES, ArrayRecord
@@ -68,6 +68,14 @@ def test_features_of_any_numeric_type_keep_their_values(dtype, returns):
     stored = dataset.splits["train"][0]
     assert stored.dtype.name in DTYPES["features"]
     assert features.tolist() == stored.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int64"])
+def test_bytes_with_labels_of_their_shape_are_not_a_text(dtype, returns, tmp_path):
+    """Only the datasets that are called so are texts, which are cut into contexts."""
+    features = np.arange(2 * 1024, dtype=dtype).reshape(2, 1024) % 7
+    found = prepare.prepare_dataset(returns(dict.fromkeys(("train", "test"), (features, features))), tmp_path)
+    assert found.cut(16) is found
 
 
 def test_a_function_may_have_optional_arguments(returns, monkeypatch):
@@ -154,6 +162,17 @@ def test_the_same_contents_are_written_once(returns, tmp_path):
     assert first == prepare.prepare_dataset(returns(GOOD), data_dir) == ArrayRecord.find(data_dir, "own_module:data")
     assert written == first.train.files[0].path.stat().st_mtime_ns
     assert {".prepare.lock", "arrays"} == {path.name for path in data_dir.iterdir()}
+
+
+def test_a_function_that_fails_leaves_what_was_prepared(returns, tmp_path):
+    with pytest.raises(UsageError):
+        prepare.prepare_dataset(returns(ValueError("no")), tmp_path)
+    with pytest.raises(PrerequisiteError):
+        ArrayRecord.find(tmp_path, "own_module:data")
+    first = prepare.prepare_dataset(returns(GOOD), tmp_path)
+    with pytest.raises(UsageError):
+        prepare.prepare_dataset(returns(ValueError("no")), tmp_path)
+    assert first == ArrayRecord.find(tmp_path, "own_module:data")
 
 
 DATA = "import numpy as np\nGOOD = {split: (np.ones((2, 2)), np.ones(2)) for split in ('train', 'test')}\n"
