@@ -185,7 +185,10 @@ def _read(text: str, into: Explained) -> None:
             fix = "use json.dumps, which writes double quotes, and give the value alone, from { to }"
         into.fail("json", detail, fix)
         return
-    if isinstance(value, dict):
+    if isinstance(value, str):
+        into.fail("json", "the JSON is a string that holds JSON: it was encoded twice", "encode it once")
+        _read(value, into)
+    elif isinstance(value, dict):
         _read_cluster(value.get("cluster"), into)
         _read_task(value.get("task"), into)
     else:
@@ -197,10 +200,15 @@ def _read_cluster(cluster: Any, into: Explained) -> None:
         into.fail("cluster", f"'cluster' is {_kind(cluster)}", 'write {"worker": ["host:port", ...]} with every task')
         return
     for role, addresses in cluster.items():
-        if not isinstance(addresses, list):
+        if isinstance(addresses, list):
+            numbered = dict(enumerate(addresses))
+        elif isinstance(addresses, dict) and all(str(key).isdigit() for key in addresses):
+            # TensorFlow also takes {"0": "host:port"}, for clusters that know only some of their tasks
+            numbered = {int(key): address for key, address in addresses.items()}
+        else:
             into.fail("cluster", f"{role!r} is {_kind(addresses)}", 'write a list: ["host:port", ...]')
             continue
-        for index, address in enumerate(addresses):
+        for index, address in numbered.items():
             if isinstance(address, str):
                 into.members.append(Member(role, index, address))
             else:
@@ -235,6 +243,9 @@ def _check_roles(config: Explained) -> None:
         if role not in list(Role):
             meant = nearest(role.lower(), map(str, Role)).removeprefix("; ")
             config.fail("roles", f"TensorFlow has no task type {role!r}", meant)
+        indices = {member.index for member in config.select(role)}
+        if indices != set(range(len(indices))):
+            config.warn("roles", f"{role} lists only the indices {sorted(indices)[:8]}", "list all")
     if counts["evaluator"]:
         fix = "remove it from 'cluster'; only its own 'task' says that it is the evaluator"
         config.fail("evaluator", "the evaluator is listed in 'cluster', so every strategy waits for it", fix)
@@ -282,6 +293,9 @@ def _check_addresses(config: Explained) -> None:
         host = "localhost" if member.is_here else member.host.lower()
         by_address.setdefault((host, member.port), []).append(member)
         shown = f"{member.name}: {member.address[:100]!r}"
+        if "://" in member.address:
+            config.fail("address", f"{shown} has a scheme", "write host:port alone")
+            continue
         _check_name(config, member)
         if member.port is None or member.address.startswith(":"):
             config.fail("address", f"{shown} is not host:port", "write the host and the port on which it listens")

@@ -21,15 +21,15 @@ def found(value: str, strategy: str = "") -> set[tuple[str, str]]:
 
 
 WORKERS = {
-    "address": ([7], ["a", "b:2222"]),
+    "address": ([7], ["a", "b:2222"], ["grpc://a:2222", "b:2222"]),
     "duplicate": (["a:2222", "A:2222"], ["localhost:2222", "127.0.0.1:2222"]),
     "localhost": (["localhost:2222", "b:2222"], ["0.0.0.0:2222", "b:2222"]),
     "port": (["a:0", "b:2222"], ["a:65536", "b:2222"]),
-    "name": tuple([f"{name}:2222", "b:2222"] for name in ("-a", "a..b", "a" * 64, "10.0.0.300", "grpc://a")),
+    "name": tuple([f"{name}:2222", "b:2222"] for name in ("-a", "a..b", "a" * 64, "10.0.0.300")),
 }
 MISTAKES = {
     "json": ["", "{", json.dumps(text()), "[" * 100_000, "7", str(json.loads(text())), f"export TF_CONFIG='{text()}'"],
-    "cluster": ["{}", '{"cluster": []}', text({"worker": "a:2222"}), text({"worker": {"0": "a:2222"}})],
+    "cluster": ["{}", '{"cluster": []}', text({"worker": "a:2222"})],
     "task": ['{"cluster": {"worker": ["a:1234"]}}', text(index=None), text(index=2), text(role="chief")],
     "evaluator": [text(TWO | {"evaluator": ["e:2222"]})],
     "chief": [text(TWO | {"chief": ["c:2222", "d:2222"]})],
@@ -67,6 +67,7 @@ PS, CHIEF = {"ps": ["p:2222"]}, {"chief": ["c:2222"]}
         (text(index="0"), "", {("warning", "task")}),
         (text({"worker": ["a:80", "b:2222"]}), "", {("warning", "port")}),
         (text({"worker": ["a_1:2222", "b:2222"]}), "", {("warning", "name")}),
+        (text({"worker": {"0": "a:2222", "2": "b:2222"}}), "", {("warning", "roles")}),
         (text(TWO | CHIEF | PS), "", {("warning", "strategy")}),
         (text(TWO | CHIEF | PS), "ps", set()),
         (text(TWO | CHIEF | PS), "multiworker", {("failed", "strategy")}),
