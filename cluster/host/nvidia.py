@@ -136,6 +136,7 @@ class Placement:
     """The ids of each task's GPUs; a missing task gets none."""
     requested: str = ""
     """`--gpus` as typed, for a resumed run."""
+    notes: tuple[str, ...] = ()
     memory_bytes: int = 0
     """The memory of the smallest GPU; 0 if unknown."""
 
@@ -195,8 +196,12 @@ def place_gpus(
         why = "MIG instances cannot train together (a process sees one, and NCCL connects none)"
         raise UsageError(f"{request.text}: {why}; use one with --workers 0, whole GPUs, or parameter servers")
     groups = _share_out([gpu.id for gpu in pool], len(tasks), per_task, machine)
+    used = [gpu for gpu in pool if any(gpu.id in group for group in groups)]
+    models = ", ".join(f"{gpu.id} {gpu.model}" for gpu in used)
+    mixed = len({gpu.model for gpu in used}) > 1
+    notes = (f"the GPUs are of several models ({models}): every synchronous step waits for the slowest",)
     memory_bytes = min(gpu.memory_mib for gpu in pool) * 2**20
-    return Placement(dict(zip(tasks, groups, strict=True)), memory_bytes=memory_bytes)
+    return Placement(dict(zip(tasks, groups, strict=True)), notes=notes if mixed else (), memory_bytes=memory_bytes)
 
 
 def _named(request: GpuRequest, machine: Machine, busy: Mapping[str, str]) -> list[Gpu]:

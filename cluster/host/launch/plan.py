@@ -69,7 +69,7 @@ class Plan(Workload):
         kernels = []
         if self.config.get("onednn") == "avx512" and not self.runtime.is_remote and "avx512" not in self.fast_kernels:
             kernels.append("warning: --onednn avx512, but this processor has no AVX-512, which changes weights' bits")
-        return [*self.about_resuming, *self._elastic_notes, *kernels, *network, *metrics]
+        return [*self.gpus.notes, *self.about_resuming, *self._elastic_notes, *kernels, *network, *metrics]
 
     @property
     def fast_kernels(self) -> list[str]:
