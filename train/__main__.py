@@ -103,8 +103,12 @@ def train(run: RunFolder) -> int:
         raise RunFailed(f"your code ended the training: {described(error)}") from error
     except Exception as error:
         if task in cluster.members and isinstance(error, program.PEER_LOST):
-            print(f"error: {program.describe_lost_contact(error)}", file=sys.stderr)
-            return EXIT_CANCELLED if program.is_cancelled(error) else EXIT_PEER_LOST
+            if program.is_cancelled(error):
+                traceback.print_exc()
+                print(f"error: {program.CANCELLED}", file=sys.stderr)
+                return EXIT_CANCELLED
+            print(f"error: lost contact with the cluster: {program.describe_lost_contact(error)}", file=sys.stderr)
+            return EXIT_PEER_LOST
         traceback.print_exc()
         if (known := program.explain(error)) is not None:
             raise known from error

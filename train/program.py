@@ -41,10 +41,14 @@ tf.get_logger().setLevel("ERROR")  # TensorFlow warns of every slow callback and
 
 _ERRORS = tf.errors
 PEER_LOST = (_ERRORS.UnavailableError, _ERRORS.AbortedError, _ERRORS.CancelledError, _ERRORS.DeadlineExceededError)
-"""Errors that mean the loss of another task of the cluster, rather than a problem in this task."""
+"""Errors that mean the loss of another task of the cluster, rather than a problem in this task; see `is_cancelled`."""
 NOT_OF_MEMORY = (*DISK_FULL, errno.EMFILE, errno.ENFILE)
 """Errors of the system that TensorFlow reports as exhausted resources, like a lack of memory."""
 LESS_MEMORY = "use a smaller batch, more --micro-batches, or --strategy pipeline with more --stages"
+CANCELLED = (
+    "an operation of a step failed, and TensorFlow reports only that it cancelled the others; often memory is short: "
+    f"{LESS_MEMORY}; TF_CPP_MIN_LOG_LEVEL=1 shows the operation in the log"
+)
 
 
 class Program:
@@ -169,13 +173,13 @@ def configure_threads(config: TrainConfig) -> None:
 
 
 def describe_lost_contact(error: Exception) -> str:
-    """Return one line about TensorFlow's error after the loss of another task of the cluster."""
-    if is_cancelled(error):
-        return (
-            "an operation of a step failed, and TensorFlow reports only that it cancelled the others; often memory is "
-            f"short: {LESS_MEMORY}; TF_CPP_MIN_LOG_LEVEL=1 shows the operation in the log"
-        )
-    return f"lost contact with the cluster: {_lost_contact(str(error))}"
+    """Return the reason in TensorFlow's error, of many lines, after the loss of another task of the cluster."""
+    text = str(error)
+    if silent := re.findall(r"^/job:(\w+)/replica:\d+/task:(\d+)$", text, re.MULTILINE):
+        tasks = {job if job == Role.CHIEF else f"{job}-{number}" for job, number in silent}
+        return f"no heartbeat of {' and '.join(sorted(tasks))} reached the chief"
+    reason = re.search(r"aborted by: (?:Collective ops is aborted by: )*(.+)", text)  # by this task or by others
+    return reason[1][:300] if reason else _first_reason(text)
 
 
 def is_cancelled(error: Exception) -> bool:
@@ -184,14 +188,6 @@ def is_cancelled(error: Exception) -> bool:
     An error inside a function, such as those of stages, is reported after the operations that it cancelled.
     """
     return isinstance(error, _ERRORS.CancelledError) and "group is cancelled" in str(error)
-
-
-def _lost_contact(text: str) -> str:
-    if silent := re.findall(r"^/job:(\w+)/replica:\d+/task:(\d+)$", text, re.MULTILINE):
-        tasks = {job if job == Role.CHIEF else f"{job}-{number}" for job, number in silent}
-        return f"no heartbeat of {' and '.join(sorted(tasks))} reached the chief"
-    reason = re.search(r"aborted by: (?:Collective ops is aborted by: )*(.+)", text)  # by this task or by others
-    return reason[1][:300] if reason else _first_reason(text)
 
 
 def _first_reason(text: str) -> str:

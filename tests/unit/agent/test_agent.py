@@ -12,7 +12,9 @@ from cluster.agent import agent
 from cluster.agent.attempt import GRACE_S
 from cluster.agent.run_view import RunView
 from cluster.contract import spec
+from cluster.contract.recovery.attempt_limits import PROGRAM_FAILURE
 from cluster.contract.run.heartbeat import HANG_TIMEOUT_S
+from cluster.system.errors import EXIT_BUG, EXIT_CANCELLED
 from cluster.system.json_files import read_json, write_json
 from tests.support.beats import beat, save
 
@@ -22,6 +24,27 @@ def test_a_program_that_fails_before_the_start_fails_the_run_at_once(start_gang)
     outcome = gang.outcome()  # long before the rendezvous' end
     cause = ("failed", "chief", 1, "exit code 1, last line: a wrong installation")
     assert cause == (outcome.state, outcome.task, outcome.exit_code, outcome.error)
+
+
+@pytest.mark.parametrize("culprit", ["chief", "worker-0"])
+def test_a_cancelled_step_is_the_tasks_own_failure_unless_another_reports_one(start_gang, culprit):
+    gang = start_gang(
+        f"""
+train(3)
+meet()
+if GENERATION:
+    finish()
+if NAME == "chief":
+    sys.exit({EXIT_CANCELLED})
+if {culprit!r} == "chief":
+    work()
+until((run.control / "ends" / "0-chief.json").exists)
+sys.exit({EXIT_BUG})
+""",
+        workers=1,
+    )
+    assert [culprit] == [restart["task"] for restart in gang.summary()["restarts"]]
+    assert [PROGRAM_FAILURE] == [record.kind for record in gang.run.generations() if record.task]
 
 
 def test_a_task_that_comes_after_the_end_does_not_hold_it_up(run, monkeypatch):

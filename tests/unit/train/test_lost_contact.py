@@ -37,14 +37,12 @@ RESET = f'{REMOTE}:UNKNOWN:Error received from peer {{grpc_message:"Collective o
     ],
 )
 def test_the_reason_is_one_short_line(text, reason):
-    described = program.describe_lost_contact(tf.errors.UnavailableError(None, None, text))
-    assert described == f"lost contact with the cluster: {reason}"
+    assert reason == program.describe_lost_contact(tf.errors.UnavailableError(None, None, text))
 
 
 def test_a_step_that_an_unreported_error_cancelled_is_no_lost_contact():
     cancelled = tf.errors.CancelledError(None, None, f"{HEAD}group is cancelled\n{TAIL}")
     assert program.is_cancelled(cancelled)
-    assert program.LESS_MEMORY in program.describe_lost_contact(cancelled)
     assert not program.is_cancelled(tf.errors.CancelledError(None, None, f"{HEAD}Collective ops is aborted by: reset"))
 
 
