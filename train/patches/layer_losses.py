@@ -1,7 +1,7 @@
-"""The losses that layers add are kept apart by thread, and so by replica.
+"""The losses that layers add, and the dropout masks of a recurrent cell, are kept apart by thread, and so by replica.
 
-Defect: all replicas of a process share `Layer._losses`. They take turns where they exchange something, such as in
-BatchNormalization, and then clear each other's losses.
+Defect: all replicas of a process share `Layer._losses` and a cell's masks. They take turns where they exchange
+something, such as in BatchNormalization, and then clear each other's losses and drop units by each other's masks.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
 Not applied: if `Layer._losses` is a property, or `Layer._clear_losses` mentions threads.
@@ -10,21 +10,28 @@ Not applied: if `Layer._losses` is a property, or `Layer._clear_losses` mentions
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # has no public name
 
 
 def apply() -> list[str]:
-    """Replace the lists of losses if replicas share them."""
+    """Replace the attributes if replicas share them."""
     layer = keras.layers.Layer
     if isinstance(vars(layer).get("_losses"), property) or "thread" in inspect.getsource(layer._clear_losses):
         return []
     layer._losses, layer._loss_ids = _by_thread(list), _by_thread(set)
+    DropoutRNNCell._dropout_mask, DropoutRNNCell._recurrent_dropout_mask = _by_thread(_mask), _by_thread(_mask)
     return ["Layer.losses"]
 
 
-def _by_thread(new: type[list[Any]] | type[set[Any]]) -> property:
+def _mask(value: Any = None) -> Any:
+    return value
+
+
+def _by_thread(new: Callable[..., Any]) -> property:
     local = threading.local()
 
     def values() -> Any:

@@ -32,6 +32,33 @@ class Block(keras.layers.Layer):
         return self.normal(inputs)
 
 
+class MaskedCell(keras.layers.SimpleRNNCell):
+    """Puts out its dropout mask, after a BatchNormalization at which replicas wait for each other."""
+
+    def build(self, input_shape: Any) -> None:
+        super().build(input_shape)
+        self.normal = keras.layers.BatchNormalization(synchronized=True)
+        self.normal.build(input_shape)
+
+    def call(self, inputs: tf.Tensor, states: list[tf.Tensor], training: bool = False) -> Any:
+        mask = self.get_dropout_mask(inputs)
+        return mask + 0 * self.normal(inputs, training=training), states
+
+
+def masks_of_cells(name: str) -> Any:
+    """Return the dropout masks of an unrolled cell, `[replica, example, step, unit]`."""
+    strategy = strategy_called(name)
+    with strategy.scope():
+        layer = keras.layers.RNN(MaskedCell(16, dropout=0.5, seed=1), return_sequences=True, unroll=True)
+        layer.build((1, 3, 16))
+
+    def draw(replica: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        with placed_seeds.random_place(step, replica), keras.StatelessScope():
+            return layer(tf.ones([1, 3, 16]), training=True)
+
+    return np.array(per_replica(strategy, draw)(0))
+
+
 def normalized(name: str, *, synchronized: bool = True, masked: bool = True, mean: float = 0.0) -> list[Any]:
     """Return BatchNormalization's outputs for four examples, the first of which have less padding, and gradients."""
     strategy = strategy_called(name)
@@ -133,6 +160,14 @@ def test_replicas_drop_different_units_which_follow_from_seed_step_and_replica(w
     assert 0.4 < kept.mean() < 0.6
     np.testing.assert_array_equal(dropped("one")["kept"][0][0], kept[0][0])
     assert drawn["state"] == drawn["state_after"]
+
+
+@pytest.mark.usefixtures("traps")
+def test_an_unrolled_cell_keeps_the_mask_of_its_replica_through_a_sequence():
+    one, two = masks_of_cells("mirrored-2")
+    assert (one[:, :1] == one).all()
+    assert (two[:, :1] == two).all()
+    assert (one != two).any()
 
 
 def test_replicas_that_assign_a_sum_add_their_changes():
