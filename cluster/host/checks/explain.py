@@ -241,8 +241,8 @@ def _check_roles(config: Explained) -> None:
     counts = Counter(member.role for member in config.members)
     for role in counts:
         if role not in list(Role):
-            meant = nearest(role.lower(), map(str, Role)).removeprefix("; ")
-            config.fail("roles", f"TensorFlow has no task type {role!r}", meant)
+            meant = "write 'chief'" if role == "master" else nearest(role.lower(), map(str, Role)).removeprefix("; ")
+            config.fail("roles", f"TensorFlow 2 has no task type {role!r}", meant)
         indices = {member.index for member in config.select(role)}
         if indices != set(range(len(indices))):
             config.warn("roles", f"{role} lists only the indices {sorted(indices)[:8]}", "list all")
