@@ -7,6 +7,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import signal
 import socket
 import struct
 from dataclasses import dataclass
@@ -54,9 +55,11 @@ def enter() -> None:
 
 def refusal() -> Refusal | None:
     """Return why a child process cannot enter a network namespace here, and a fix; None if it can."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C would print a traceback of the child
     child = os.fork()
     if not child:
         os._exit(_try())
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return _explain(code) if code else None
 
