@@ -17,7 +17,7 @@ from cluster.contract.run import provenance
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.heartbeat import LivenessMonitor
 from cluster.host.launch import mirroring
-from cluster.host.launch.mirroring import CHECKPOINTS, EXPORT, RECORDS, Store, UnfitError, number_of
+from cluster.host.launch.mirroring import CHECKPOINTS, EXPORT, INIT, RECORDS, Store, UnfitError, number_of
 from cluster.host.launch.teardown import in_progress
 from cluster.host.runtime import mirror
 from cluster.system import files, processes
@@ -78,6 +78,9 @@ class Uploader:
         finally:  # even if the records are not trusted
             for saved in list_finished(self._run.checkpoints)[: self._keep]:
                 self._upload_checkpoint(self._store, saved)
+        if self._run.init.is_dir() and not self._of_kind(INIT):  # they never change
+            files.refuse_links(self._run.init)
+            self._replace(self._store, INIT, 0, self._run.init)
         if ended and self._run.export.is_dir():
             files.refuse_links(self._run.export)
             self._replace(self._store, EXPORT, max(self._run.saved_steps, default=0), self._run.export)

@@ -5,6 +5,7 @@ A store has bundles of files, each with a manifest that is written last and dele
     RUN/records/3-<id>-<digest>/config.json, ...             RUN/records/3-<id>-<digest>.json
     RUN/checkpoints/200-<id>-<digest>/ckpt-200.index, ...    RUN/checkpoints/200-<id>-<digest>.json
     RUN/export/938-<id>-<digest>/saved_model.pb, ...         RUN/export/938-<id>-<digest>.json
+    RUN/init/0-<id>-<digest>/weights.npz, ...                RUN/init/0-<id>-<digest>.json
 
 A bundle without its manifest does not count, so an upload can be killed at any time. The bundle's name has the
 identifier of its run, so that no run deletes another's, and a digest of its files, so that another state of the same
@@ -34,7 +35,7 @@ from cluster.system.files import open_file, remove, scratch_folder
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 
-RECORDS, CHECKPOINTS, EXPORT = KINDS = ("records", "checkpoints", "export")
+RECORDS, CHECKPOINTS, EXPORT, INIT = KINDS = ("records", "checkpoints", "export", "init")
 CHUNK_BYTES = 4 * 2**20
 GCS_RETRY = "retry_limit_seconds"
 """The URL parameter that limits how long Google's client retries, by default 15 minutes."""
@@ -44,6 +45,7 @@ RECORD_NAMES = (
 )
 """The records in a mirror: those that are needed to resume a run, and its result."""
 CHECKPOINT_FILE = re.compile(r"ckpt-\d+(?:\+\d+)?\.(?:index|data-[\w-]+)")
+_INIT_FILE = re.compile(r"[^/]+\.[\w-]+")
 _RECORD = re.compile("|".join(map(re.escape, RECORD_NAMES)))
 _BUNDLE = re.compile(r"\w+/\d{1,15}-[0-9a-f]{16}-[0-9a-f]{16}")
 Files = dict[str, tuple[int, str]]
@@ -213,6 +215,9 @@ def fetch_run(request: Request) -> None:
             run.unfinished.touch()
         run.create()
         provenance.note_rewriting(run)
+        init = [] if exists else store.list_bundles(INIT, run_id=run_id)  # every start loads them, before a checkpoint
+        if init and not _fetch_first_intact(init, lambda bundle: store.get(bundle, run.init, _INIT_FILE)):
+            raise PrerequisiteError(f"--resume {run.name}: its first weights in {url} are damaged; restore them there")
         if not _fetch_first_intact(records, lambda bundle: _fetch_records(store, bundle, run)):
             raise PrerequisiteError(f"--resume {run.name}: {url} has no intact records of it; restore them there")
         fetched = _fetch_first_intact(checkpoints, lambda bundle: _fetch_checkpoint(store, bundle, run))

@@ -196,7 +196,7 @@ def test_a_kill_at_any_write_leaves_the_newest_complete_checkpoint(mirrored, els
         check()
     assert write > 20
     assert [20, 30] == stored(tmp_path)  # as many as the run keeps
-    assert [1, 2, 1] == [len(list((store / kind).glob("*/"))) for kind in mirroring.KINDS]
+    assert [1, 2, 1, 0] == [len(list((store / kind).glob("*/"))) for kind in mirroring.KINDS]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "manifest", "missing"])
@@ -225,6 +225,18 @@ def test_only_a_newer_state_is_fetched(mirrored, url):
     Saved(mirrored.checkpoints, 20).remove()
     assert 20 == fetch(mirrored, url)
     provenance.check_trusted(mirrored)
+
+
+def test_the_initial_weights_of_a_run_are_in_its_mirror(mirrored, elsewhere, tmp_path, url):
+    mirrored.init.mkdir()
+    (mirrored.init / "first.npz").write_bytes(b"first")
+    upload(mirrored)
+    fetch(elsewhere, url)
+    assert b"first" == (elsewhere.init / "first.npz").read_bytes()
+    shutil.rmtree(elsewhere.path)
+    next((tmp_path / "store/run/init").glob("0-*/first.npz")).write_bytes(b"other")
+    with pytest.raises(PrerequisiteError, match="first weights"):
+        fetch(elsewhere, url)
 
 
 def test_a_folder_that_is_not_a_run_stays(mirrored, elsewhere, url):
