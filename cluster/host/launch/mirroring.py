@@ -41,7 +41,7 @@ GCS_RETRY = "retry_limit_seconds"
 """The URL parameter that limits how long Google's client retries, by default 15 minutes."""
 RECORD_NAMES = (
     *("config.json", "cluster.json", "compose.json", "environment.json", "manifest.json", "stages.json"),
-    *("summary.json", "README.md", "control/started.json", "control/tensorboard.json"),
+    *("summary.json", "README.md", "control/started.json", "control/tensorboard.json", "control/data.json"),
 )
 """The records in a mirror: those that are needed to resume a run, and its result."""
 CHECKPOINT_FILE = re.compile(r"ckpt-\d+(?:\+\d+)?\.(?:index|data-[\w-]+)")

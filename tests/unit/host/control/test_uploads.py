@@ -227,12 +227,13 @@ def test_only_a_newer_state_is_fetched(mirrored, url):
     provenance.check_trusted(mirrored)
 
 
-def test_the_initial_weights_of_a_run_are_in_its_mirror(mirrored, elsewhere, tmp_path, url):
-    mirrored.init.mkdir()
-    (mirrored.init / "first.npz").write_bytes(b"first")
+def test_the_initial_weights_and_the_version_of_the_data_are_in_the_mirror(mirrored, elsewhere, tmp_path, url):
+    write_json(mirrored.init / "first.npz", {"version": "1"})
+    write_json(mirrored.data_version, {"version": "1"})
     upload(mirrored)
     fetch(elsewhere, url)
-    assert b"first" == (elsewhere.init / "first.npz").read_bytes()
+    assert {"version": "1"} == read_json(elsewhere.init / "first.npz")
+    assert {"version": "1"} == read_json(elsewhere.data_version)
     shutil.rmtree(elsewhere.path)
     next((tmp_path / "store/run/init").glob("0-*/first.npz")).write_bytes(b"other")
     with pytest.raises(PrerequisiteError, match="first weights"):
