@@ -240,22 +240,25 @@ def ended_lines(run: RunFolder) -> list[str]:
         lines += [f"its files    {shown_path}/work/TASK"]
     if port:
         lines += [f"TensorBoard  {tensorboard.address(port)}"]
-    first, *rest = _next_commands(run, summary.state)
+    first, *rest = _next_commands(run, summary)
     return [*lines, f"next         {first}", *(f"{'':13}{line}" for line in rest)]
 
 
-def _next_commands(run: RunFolder, state: str) -> list[str]:
+def _next_commands(run: RunFolder, summary: Summary) -> list[str]:
     """Return hints about the next commands; a long command is on a separate line, for copying."""
     resume = f"{COMMAND} up --resume {run.name}"
-    if state == "stopped":
+    if summary.state == "stopped":
         return [resume]
-    if state == "failed":
+    if summary.state == "failed":
         return ["fix the cause, then:", resume]
     if run.script:
         return [f"{COMMAND} down (ends TensorBoard)"]
     config = run.load_config()
-    longer = f"--epochs {2 * config.get('epochs', 3):g}"  # as long again
-    if most := config.get("max_steps"):
+    epochs, most = config.get("epochs", 3), config.get("max_steps")
+    longer = f"--epochs {2 * epochs:g}"  # as long again
+    if most and 2 * (summary.epochs or 0) > epochs:  # either would end it
+        longer += f" --max-steps {2 * most}"
+    elif most:
         longer = f"--max-steps {2 * most}"
     return [f"{COMMAND} down (ends TensorBoard), or train on:", f"{resume} -- {longer}"]
 

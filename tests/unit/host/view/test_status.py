@@ -71,6 +71,9 @@ def test_a_run_that_ended_says_how_to_train_as_long_again(run):
     for config, option in (({}, "--epochs 6"), ({"epochs": 0.5}, "--epochs 1"), ({"max_steps": 60}, "--max-steps 120")):
         write_json(run.config, config)
         assert ended_lines(run)[-1].endswith(f" -- {option}")
+    write_json(run.control / "result.json", {"epochs": 2.0})
+    end(run, "succeeded")
+    assert ended_lines(run)[-1].endswith(" -- --epochs 6 --max-steps 120")  # 60 more steps are 4 epochs
 
 
 def test_a_table_has_a_row_for_every_task(run):
