@@ -184,7 +184,8 @@ def describe_example(subject: str, example: tuple[Any, ...]) -> dict[str, Named]
         shape = value.shape
         if isinstance(shape, tf.TensorShape):
             if not shape.is_fully_defined():
-                raise UsageError(f"{subject}: {part} of the shape {shape}; expected known sizes: use tf.ensure_shape")
+                fix = "leave batch() out, or use tf.ensure_shape"
+                raise UsageError(f"{subject}: {part} of the shape {shape}; expected one example of known sizes: {fix}")
             shape = shape.as_list()
         dtype = value.dtype.as_numpy_dtype if isinstance(value, tf.TensorSpec) else value.dtype
         return Leaf(tuple(shape), stored_dtype(f"{subject}: {part}", part, np.dtype(dtype)))

@@ -165,6 +165,11 @@ def test_unsuitable_functions_are_refused(function, tmp_path, data):
         examine_function(function(data), tmp_path / "data", "3")
 
 
+def test_a_dataset_of_batches_is_refused_as_such(function, tmp_path):
+    with pytest.raises(UsageError, match=r"leave batch\(\) out"):
+        examine_function(function(lambda split, shard: ranges(split, shard).batch(2)), tmp_path / "data", "3")
+
+
 def test_whole_number_labels_need_their_classes(function, tmp_path):
     def data(split: str, shard: Shard) -> tf.data.Dataset:
         return tf.data.Dataset.range(5).map(lambda i: (i, {"digit": i, "size": tf.zeros(2)}))
