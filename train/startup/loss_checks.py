@@ -147,6 +147,8 @@ def _check_positions(where: str, specs: _Specs, function: Callable[..., Any]) ->
     if not isinstance(function, Averaged):
         return
     few, more = (specs.trace(function.values, EXAMPLES + at).structured_outputs.shape for at in range(2))
+    if not more[:1].is_compatible_with([EXAMPLES + 1]):  # as many as examples above by chance, such as of two classes
+        raise UsageError(f"{where} returns {more} for {EXAMPLES + 1} examples; expected a value for each")
     if few[1:] != more[1:]:
         raise UsageError(
             f"{where} returns {few} for {EXAMPLES} examples, as {specs} broadcast to all pairs of examples; give both "

@@ -219,6 +219,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     losses = (of_pairs, of_batch, entropy, fails, ignoring, of_sequence, of_masked_sequence)
     module = own_module.put(monkeypatch, "tried_parts", **MODELS, **{loss.__name__: loss for loss in losses})
     module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
+    module.of_classes = lambda labels, outputs: tf.reduce_mean(outputs, 0)
     module.of_second = lambda labels, outputs: ignoring(labels, outputs[1])
     module.noisy = lambda labels, outputs: outputs[:, 0] + tf.random.uniform([])
     module.counts, module.generator = tf.Variable(0.0, name="counts"), keras.random.SeedGenerator(1)
@@ -255,6 +256,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("plain", {"global_batch": 8, "micro_batches": 4}, {"global_batch": 8, "micro_batches": 2}, "expected 1 to 2"),
         ("plain", LISTED, LISTED | {"global_batch": 4, "micro_batches": 2}, "expected 1 to 2"),
         ("plain", {}, {"loss": "tried_parts:scalar"}, "--loss"),
+        ("plain", {}, {"loss": "tried_parts:of_classes"}, r"returns \(2,\) for 3 examples"),
         ("plain", {}, {"loss": "tried_parts:fails"}, "--loss"),
         ("in_half", {"precision": "fp16"}, {}, "--precision fp16"),
         ("stateful", None, {}, "'memory' is stateful"),
