@@ -42,8 +42,9 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 def unmerged_weights(model: keras.Model) -> list[keras.Variable]:
     """Return the weights, frozen or not, that layers must not assign in a step of several parts."""
     layers = list(model._flatten_layers())
-    # The parts of a step make it the same.
-    normalized = {id(layer.kernel) for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)}
+    spectral = [layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)]
+    # The parts of a step make it the same. A layer that the model does not call has none.
+    normalized = {id(layer.kernel) for layer in spectral if layer.built}
     return [weight for layer in layers for weight in layer._trainable_variables if id(weight) not in normalized]
 
 

@@ -199,6 +199,7 @@ MODELS = {
     "by_loss": chain(ByLoss),
     "moving": chain(Moving),
     "spectral": chain(lambda: layers.SpectralNormalization(layers.Dense(2))),
+    "uncalled": chain(lambda: Keeps(layers.SpectralNormalization(layers.Dense(2)), lambda kept, inputs: inputs)),
     "drawing": chain(lambda: layers.Lambda(lambda values: values + tf.random.normal(tf.shape(values)))),
     "of_tensorflow": chain(lambda: Keeps(tf.Variable(1.0), lambda kept, inputs: inputs + kept)),
     "growing": chain(lambda: Keeps([untrained(tf.zeros([0, 2]), shape=[None, 2])])),
@@ -291,6 +292,7 @@ def test_what_trains_as_in_keras_is_not_refused(check):
     check("moving")
     check("of_text")
     check("spectral", replicas=2, micro_batches=2)
+    check("uncalled", replicas=2)
     check("with_built_optimizer", loop="fit", replicas=2)
 
 
