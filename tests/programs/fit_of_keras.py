@@ -68,6 +68,14 @@ def data(*more: np.ndarray) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y, *more)).batch(BATCH)
 
 
+def unshared(*, longer: bool) -> tf.data.Dataset:
+    """Return a dataset that tasks do not share; with `longer`, that of the first task has more batches."""
+    first = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return data().take(5 if first or not longer else 3).with_options(options)
+
+
 def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] | None = None, **options: Any) -> Any:
     with scope():
         model = new_model(**(compiled or {}))
@@ -204,6 +212,8 @@ def main(result: Path) -> None:
         model = new_model()
     found["without_call"] = without_call(scope)
     found["evaluate"] = model.evaluate(data(), verbose=0)
+    found["unshared"] = model.evaluate(unshared(longer=False), verbose=0)
+    found["longer"] = trained(scope, unshared(longer=True), epochs=2)
     found["predict"] = model.predict(tf.data.Dataset.from_tensor_slices(X).batch(BATCH), verbose=0).tolist()
     if several:
         found["unbuilt"] = without_call(scope, built=False)

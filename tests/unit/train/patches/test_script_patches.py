@@ -36,8 +36,9 @@ def test_every_script_patch_must_still_be_needed(found):
     layers = ["add_weight", "Layer.losses", "next", "global_seed_generator"]
     layers += ["_trackable_children", "_lock_state", "_clip_gradients", "apply", "_moments"]
     callbacks = ["on_train_begin", "_save_model", "on_train_end", "_save_model"]
+    datasets = ["__init__"]
     for task in found:
-        assert ([*tensorflow, *fit, *layers, *callbacks], []) == (task["replaced"], task["again"])
+        assert ([*tensorflow, *fit, *layers, *callbacks, *datasets], []) == (task["replaced"], task["again"])
 
 
 def test_training_with_validation_and_callbacks_must_be_that_of_one_process(found):
@@ -88,6 +89,13 @@ def test_evaluation_and_prediction_must_be_those_of_one_process(found):
     assert (first["evaluate"], first["predict"]) == (second["evaluate"], second["predict"])
     np.testing.assert_allclose(first["evaluate"], alone["evaluate"], rtol=1e-6)
     np.testing.assert_allclose(first["predict"], alone["predict"], rtol=1e-5, atol=1e-6)
+
+
+def test_datasets_that_are_not_shared_must_be_used_to_their_end(found):
+    first, second, alone = found
+    assert first["unshared"] == second["unshared"]
+    np.testing.assert_allclose(first["unshared"], alone["evaluate"], rtol=1e-6)
+    assert first["longer"] == second["longer"]
 
 
 def test_replicas_must_draw_different_masks(found):
