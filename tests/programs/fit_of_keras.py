@@ -1,6 +1,7 @@
 """What `Model.fit` of Keras 3 gives on the tasks of the cluster that TF_CONFIG names, or in one process without it."""
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -87,10 +88,10 @@ def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] 
     return found | {"later": model.fit(*arguments, verbose=0).epoch if "callbacks" in options else []}
 
 
-def error_without_layer(scope: Callable[[], Any]) -> str:
-    """Return how Keras itself fails."""
+def error_in_fit(scope: Callable[[], Any], **compiled: Any) -> str:
+    """Return how a training fails."""
     try:
-        trained(scope, data())
+        trained(scope, data(), compiled=compiled)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -194,7 +195,7 @@ def main(result: Path) -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy() if several else tf.distribute.get_strategy()
     scope = strategy.scope if several else tf.init_scope
     tf.config.experimental.enable_op_determinism()
-    found: dict[str, Any] = {"error": error_without_layer(scope)} if several else {}
+    found: dict[str, Any] = {"error": error_in_fit(scope)} if several else {}
     found["replaced"] = patches.apply(patches.SCRIPTS)
     found["again"] = patches.apply(patches.SCRIPTS)
     folder = result.parent / ("several" if several else "one")
@@ -216,6 +217,10 @@ def main(result: Path) -> None:
     found["longer"] = trained(scope, unshared(longer=True), epochs=2)
     found["predict"] = model.predict(tf.data.Dataset.from_tensor_slices(X).batch(BATCH), verbose=0).tolist()
     if several:
+        for option in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
+            inner = functools.partial(keras.optimizers.SGD, 0.05, use_ema=True, **{option: 2})
+            scaled = functools.partial(lambda inner: keras.optimizers.LossScaleOptimizer(inner()), inner)
+            found[option] = [error_in_fit(scope, optimizer=optimizer) for optimizer in (inner, scaled)]
         found["unbuilt"] = without_call(scope, built=False)
         found |= {**drawn(strategy), "averages": averages(strategy)}
     result.write_text(json.dumps(found))

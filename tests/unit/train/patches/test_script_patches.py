@@ -91,6 +91,14 @@ def test_evaluation_and_prediction_must_be_those_of_one_process(found):
     np.testing.assert_allclose(first["predict"], alone["predict"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("option", ["gradient_accumulation_steps", "ema_overwrite_frequency"])
+def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(found, option):
+    for task in found[:2]:
+        assert [f"ValueError: Keras 3 cannot use the optimizer's {option} on several replicas: leave it out"] * 2 == (
+            task[option]
+        )
+
+
 def test_datasets_that_are_not_shared_must_be_used_to_their_end(found):
     first, second, alone = found
     assert first["unshared"] == second["unshared"]
