@@ -215,6 +215,7 @@ def main(result: Path) -> None:
     found["evaluate"] = model.evaluate(data(), verbose=0)
     found["unshared"] = model.evaluate(unshared(longer=False), verbose=0)
     found["longer"] = trained(scope, unshared(longer=True), epochs=2)
+    found["counted"] = trained(scope, unshared(longer=False), epochs=3, steps_per_epoch=5)
     found["predict"] = model.predict(tf.data.Dataset.from_tensor_slices(X).batch(BATCH), verbose=0).tolist()
     if several:
         for option in ("gradient_accumulation_steps", "ema_overwrite_frequency"):

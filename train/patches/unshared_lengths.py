@@ -4,26 +4,33 @@ Defect: Keras ends an epoch after as many steps as a task's dataset has batches.
 steps of a batch: the rest of the data is never seen. Tasks with different numbers of batches fail in a collective.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_datasets_that_are_not_shared_must_be_used_to_their_end
-Not applied: to datasets of unknown length, which end once no task has data, and to a task that trains alone.
+Not applied: to datasets of unknown length, which end once no task has data, with `steps_per_epoch`, and to a task that
+trains alone.
 """
 
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer  # has no public name
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 _keras_init = trainer.TFEpochIterator.__init__
 
 
 def _init(iterator: Any, distribute_strategy: Any = None, *args: Any, **options: Any) -> None:
     _keras_init(iterator, distribute_strategy, *args, **options)
+    adapter, known = iterator.data_adapter, iterator._num_batches and not iterator.steps_per_epoch
     several = isinstance(distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    dataset = iterator.data_adapter.get_tf_dataset()
-    if several and distribute_strategy.extended._in_multi_worker_mode() and isinstance(dataset, tf.data.Dataset):
-        policy = dataset.options().experimental_distribute.auto_shard_policy
-        if policy == tf.data.experimental.AutoShardPolicy.OFF and iterator._num_batches:
-            iterator.data_adapter._dataset = dataset.filter(lambda *_: True)  # which has an unknown length
-            iterator._num_batches = None
+    if several and distribute_strategy.extended._in_multi_worker_mode() and known and _is_unshared(adapter):
+        adapter._dataset = adapter._dataset.filter(lambda *_: True)  # only its length is read, which is unknown now
+        iterator._num_batches = None
+
+
+def _is_unshared(adapter: Any) -> bool:
+    if not isinstance(adapter, TFDatasetAdapter) or not isinstance(adapter._dataset, tf.data.Dataset):
+        return False
+    policy = adapter._dataset.options().experimental_distribute.auto_shard_policy
+    return bool(policy == tf.data.experimental.AutoShardPolicy.OFF)
 
 
 REPLACED = [(trainer.TFEpochIterator, "__init__", _init, {"fixed": "auto_shard_policy"})]

@@ -104,6 +104,8 @@ def test_datasets_that_are_not_shared_must_be_used_to_their_end(found):
     assert first["unshared"] == second["unshared"]
     np.testing.assert_allclose(first["unshared"], alone["evaluate"], rtol=1e-6)
     assert first["longer"] == second["longer"]
+    assert [0, 1, 2] == first["counted"]["epochs"]  # of the steps that the user has chosen
+    assert first["counted"] == second["counted"]
 
 
 def test_replicas_must_draw_different_masks(found):
