@@ -222,6 +222,8 @@ def main(result: Path) -> None:
             inner = functools.partial(keras.optimizers.SGD, 0.05, use_ema=True, **{option: 2})
             scaled = functools.partial(lambda inner: keras.optimizers.LossScaleOptimizer(inner()), inner)
             found[option] = [error_in_fit(scope, optimizer=optimizer) for optimizer in (inner, scaled)]
+            with scope():
+                found["evaluated"] = new_model(inner).evaluate(data(), verbose=0)
         found["unbuilt"] = without_call(scope, built=False)
         found |= {**drawn(strategy), "averages": averages(strategy)}
     result.write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""`Model.fit` with `steps_per_execution` above 1 works on several replicas.
+"""`Model.fit` with `steps_per_execution` above 1 works on several replicas, where conditional updates are refused.
 
 Defect: `TensorFlowTrainer._make_function` puts the steps after the first into `tf.cond`, where replicas' variables
 cannot be captured. Keras issue 20585.
@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer  # has no public name
 
@@ -18,8 +19,11 @@ _keras_make_function = trainer.TensorFlowTrainer._make_function
 
 
 def _make_function(model: Any, step_function: Any) -> Any:
+    several = model.distribute_strategy.num_replicas_in_sync > 1
+    if several and step_function == model.train_step and not model.jit_compile:
+        _refuse_conditional_updates(model)
     execute = _keras_make_function(model, step_function)
-    if model.steps_per_execution == 1 or model.distribute_strategy.num_replicas_in_sync == 1:
+    if model.steps_per_execution == 1 or not several:
         return execute
 
     def function(iterator: Any) -> Any:
@@ -30,6 +34,15 @@ def _make_function(model: Any, step_function: Any) -> Any:
         return execute(iterator)  # Keras runs step after step on an iterator that is not TensorFlow's
 
     return function
+
+
+def _refuse_conditional_updates(model: Any) -> None:
+    """Refuse what Keras puts into `tf.cond`, where TensorFlow without XLA lets replicas exchange nothing."""
+    optimizers = [part for part in vars(model).values() if isinstance(part, keras.optimizers.Optimizer)]
+    inner = [part.inner_optimizer for part in optimizers if hasattr(part, "inner_optimizer")]
+    for option in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
+        if any(getattr(optimizer, option) for optimizer in [*inner, *optimizers]):
+            raise ValueError(f"Keras 3 cannot use the optimizer's {option} on several replicas: leave it out")
 
 
 def _batches(iterator: Any) -> Iterator[Any]:

@@ -28,8 +28,6 @@ def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = No
         optimizers = [part for part in vars(model).values() if isinstance(part, keras.optimizers.Optimizer)]
         inner = [part.inner_optimizer for part in optimizers if hasattr(part, "inner_optimizer")]
         _move_into_scope([*inner, *optimizers], strategy)
-        if strategy.num_replicas_in_sync > 1 and not model.jit_compile:
-            _refuse_conditional_updates([*inner, *optimizers])
         if type(model).call is not keras.Model.call:
             model._symbolic_build(data_batch=data_batch)
         else:  # trained by its `train_step` alone, which Keras cannot call with symbolic tensors
@@ -45,13 +43,6 @@ def _move_into_scope(parts: list[Any], strategy: Any) -> None:
         for variable in part.variables:
             if not strategy.extended.variable_created_in_scope(variable._value):
                 variable._initialize(variable.numpy())
-
-
-def _refuse_conditional_updates(optimizers: list[Any]) -> None:
-    """Refuse what Keras puts into `tf.cond`, where TensorFlow without XLA lets replicas exchange nothing."""
-    for option in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
-        if any(getattr(optimizer, option) for optimizer in optimizers):
-            raise ValueError(f"Keras 3 cannot use the optimizer's {option} on several replicas: leave it out")
 
 
 def _build_optimizer(model: Any, num_replicas: int) -> None:

@@ -97,6 +97,7 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
         assert [f"ValueError: Keras 3 cannot use the optimizer's {option} on several replicas: leave it out"] * 2 == (
             task[option]
         )
+        assert task["evaluate"] == task["evaluated"]  # which updates nothing
 
 
 def test_datasets_that_are_not_shared_must_be_used_to_their_end(found):
