@@ -73,16 +73,14 @@ class Uploader:
                 store.remove(bundle)  # leftovers of a killed upload
             self._mirrored = set(store.list_bundles(run_id=self._run_id))
             self._store = store
+        if self._run.init.is_dir() and not self._of_kind(INIT):  # before any checkpoint, which is useless without them
+            self._replace(self._store, INIT, 0, self._run.init)
         try:
             self._upload_records(self._store)
         finally:  # even if the records are not trusted
             for saved in list_finished(self._run.checkpoints)[: self._keep]:
                 self._upload_checkpoint(self._store, saved)
-        if self._run.init.is_dir() and not self._of_kind(INIT):  # they never change
-            files.refuse_links(self._run.init)
-            self._replace(self._store, INIT, 0, self._run.init)
         if ended and self._run.export.is_dir():
-            files.refuse_links(self._run.export)
             self._replace(self._store, EXPORT, max(self._run.saved_steps, default=0), self._run.export)
 
     def _notice_end(self) -> bool:
@@ -133,6 +131,7 @@ class Uploader:
             self._remove(store, others - set(earlier[max(0, len(earlier) - self._keep + 1) :]))
 
     def _replace(self, store: Store, kind: str, number: int, folder: Path) -> None:
+        files.refuse_links(folder)
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         described = {str(path.relative_to(folder)): (path.stat().st_size, files.sha256(path)) for path in paths}
         bundle = mirroring.name_bundle(kind, number, self._run_id, described)
