@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer  # has no public name
+
+from .symbolic_build import optimizers_of
 
 _keras_make_function = trainer.TensorFlowTrainer._make_function
 
@@ -38,10 +39,9 @@ def _make_function(model: Any, step_function: Any) -> Any:
 
 def _refuse_conditional_updates(model: Any) -> None:
     """Refuse what Keras puts into `tf.cond`, where TensorFlow without XLA lets replicas exchange nothing."""
-    optimizers = [part for part in vars(model).values() if isinstance(part, keras.optimizers.Optimizer)]
-    inner = [part.inner_optimizer for part in optimizers if hasattr(part, "inner_optimizer")]
+    optimizers = optimizers_of(model)
     for option in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
-        if any(getattr(optimizer, option) for optimizer in [*inner, *optimizers]):
+        if any(getattr(optimizer, option) for optimizer in optimizers):
             raise ValueError(f"Keras 3 cannot use the optimizer's {option} on several replicas: leave it out")
 
 

@@ -25,14 +25,18 @@ def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = No
             data_batch = tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
             break
     with strategy.scope():
-        optimizers = [part for part in vars(model).values() if isinstance(part, keras.optimizers.Optimizer)]
-        inner = [part.inner_optimizer for part in optimizers if hasattr(part, "inner_optimizer")]
-        _move_into_scope([*inner, *optimizers], strategy)
+        _move_into_scope(optimizers_of(model), strategy)
         if type(model).call is not keras.Model.call:
             model._symbolic_build(data_batch=data_batch)
         else:  # trained by its `train_step` alone, which Keras cannot call with symbolic tensors
             _build_optimizer(model, strategy.num_replicas_in_sync)
         _move_into_scope(model.metrics, strategy)
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the optimizers of a model, also those inside of a LossScaleOptimizer."""
+    optimizers = [part for part in vars(model).values() if isinstance(part, keras.optimizers.Optimizer)]
+    return [*(part.inner_optimizer for part in optimizers if hasattr(part, "inner_optimizer")), *optimizers]
 
 
 def _move_into_scope(parts: list[Any], strategy: Any) -> None:
