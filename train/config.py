@@ -76,11 +76,11 @@ class TrainConfig:
     """Number of classes of integer labels if `source` is `function`: `10`, or for several heads `digit=10,parity=2`."""
 
     dataset: str = "fashion_mnist"
-    """`fashion_mnist`, `mnist`, or `package.module:function` that returns NumPy arrays (docs/guides/your-model.md).
-    For `source` `stream`: the name of any TFDS dataset."""
+    """`fashion_mnist`, `mnist`, `jargon_file`, or `package.module:function` that returns NumPy arrays
+    (docs/guides/your-model.md). For `source` `stream`: the name of any TFDS dataset."""
 
     model: str = "two_conv_cnn"
-    """`two_conv_cnn`, `resnet50`, or `package.module:function`: (feature shape, outputs) -> Keras model."""
+    """`two_conv_cnn`, `resnet50`, `transformer_lm`, or `package.module:function`: (feature shape, outputs) -> model."""
 
     loss: str = "sparse_categorical_crossentropy"
     """`sparse_categorical_crossentropy` (of logits), `mean_squared_error`, or `package.module:function`: (labels,

@@ -40,7 +40,7 @@ class Paths:
     cluster = _Within("cluster.json")
     """The description of the cluster."""
     stages = _Within("stages.json")
-    """The stages of a pipeline's model, and the measured times of its blocks."""
+    """The stages into which a pipeline's model is cut."""
     compose = _Within("compose.json")
     """How the tasks were started: the Compose overlay, or the list of local processes."""
     manifest = _Within("manifest.json")
