@@ -10,8 +10,8 @@ records that the manifests mount at RECORDS_DIR, and the exit code tells a pod's
 
     0        the run succeeded
     1 to 4   the run failed, and restarting it would not help
-    130      the run stopped because a pod was asked to end, and every task has saved at the same step; or Kubernetes
-             lost contact with this pod and has replaced it with a newer one
+    130      the run stopped because a pod was asked to end, and every task has saved at the same step; or this pod was
+             asked to end while the run continues without it; or Kubernetes lost contact with it and has replaced it
 
 A stopped run continues when its pods start again: the chief's pod reopens it, and the others wait for that.
 """
@@ -31,7 +31,7 @@ from cluster.contract.run.joining import TaskCopy
 from cluster.contract.run.launch_records import Started
 from cluster.contract.spec import Role
 from cluster.system import processes
-from cluster.system.errors import EXIT_INTERRUPTED, reports_errors
+from cluster.system.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, reports_errors
 from cluster.system.json_files import write_json
 
 
@@ -49,7 +49,9 @@ def main() -> int:
         _replace_tf_config(run, task)
     copy = TaskCopy.register(run, task)
     code = run_agent([sys.executable, "-m", "cluster.agent"], run, copy)
-    return EXIT_INTERRUPTED if code is None else processes.as_exit_code(code) or result_code(run)
+    if code in (None, EXIT_PEER_LOST):  # replaced by a newer pod, or asked to end while the run continues without it
+        return EXIT_INTERRUPTED
+    return processes.as_exit_code(code) or result_code(run)
 
 
 def prepare_folder(run: RunFolder, given: Path) -> None:

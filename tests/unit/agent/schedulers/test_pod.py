@@ -10,7 +10,7 @@ from cluster.agent.schedulers import lifecycle, pod
 from cluster.contract import spec
 from cluster.contract.run.folder import RunFolder
 from cluster.host import kubernetes
-from cluster.system.errors import EXIT_TIMEOUT, TimedOut
+from cluster.system.errors import EXIT_PEER_LOST, EXIT_TIMEOUT, TimedOut
 
 
 @pytest.fixture
@@ -107,7 +107,9 @@ def test_an_operator_says_by_tf_config_which_task_a_pod_is(task, name, listed, t
 
     def agent(*_: object) -> int | None:
         seen.update({key: pod.os.environ.get(key, "") for key in ("TASK", "TF_CONFIG")})
-        return 0 if listed else None  # a newer copy of the task has begun
+        if not listed:
+            return None  # a newer copy of the task has begun
+        return 0 if name == "chief" else EXIT_PEER_LOST  # it was asked to end while the run continues without it
 
     monkeypatch.setattr(pod, "run_agent", agent)
     assert 130 == pod.main()
