@@ -165,11 +165,15 @@ def test_every_command_must_mean_the_same_on_hosts(swarm):
 
 
 @pytest.mark.site
-def test_a_script_must_get_its_secret_on_every_host(swarm, tmp_path):
+def test_a_script_gets_its_secret_and_folders_of_its_own_on_every_host(swarm, tmp_path):
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     script = tmp_path / "script.py"
-    script.write_text("import os\nprint('secret of length', len(os.environ['A_SECRET']))\n")
+    script.write_text(
+        "import os, pathlib, tempfile\n"
+        "print('secret of length', len(os.environ['A_SECRET']))\n"
+        "print('own', pathlib.Path.home(), tempfile.gettempdir())\n"
+    )
     script.chmod(0o644)
     given = Clusters(swarm.runs_dir, swarm.environment | {"A_SECRET": "x" * 12})
     words = ("--workers=1", f"--script={script}", "--env=A_SECRET")
@@ -177,5 +181,6 @@ def test_a_script_must_get_its_secret_on_every_host(swarm, tmp_path):
     assert "succeeded" == summary(run)["state"]
     for task in ("chief", "worker-0"):
         assert "secret of length 12" in run.log(task).read_text()
+        assert "own /var/tmp /var/tmp" in run.log(task).read_text()  # and not the /tmp that they share
     assert "x" * 12 not in run.compose.read_text()
     assert "" == at("h1", "secret", "ls", "--quiet")

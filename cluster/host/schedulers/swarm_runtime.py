@@ -173,8 +173,10 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
         environment |= {"NCCL_SOCKET_IFNAME": compose_runtime.NETWORK_INTERFACE}
     else:
         environment |= compose_runtime.NO_GPU
-    # A script's /tmp is a folder of the run.
-    scratch = {"/var/tmp" if work.payload.script else "/tmp": SCRATCH_BYTES}  # noqa: S108
+    own = "/var/tmp" if work.payload.script else "/tmp"  # noqa: S108  # a script's /tmp is a folder of the run
+    for name in ("HOME", "TMPDIR"):
+        environment.setdefault(name, own)
+    scratch = {own: SCRATCH_BYTES}
     if gpus:  # the engine's default of 64 MB is too small for NCCL's buffers
         scratch["/dev/shm"] = SHM_BYTES  # noqa: S108
     for target, size in scratch.items():
