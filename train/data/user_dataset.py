@@ -121,9 +121,16 @@ def _split(subject: str, returned: Any) -> tuple[Named, ...]:
 
 def _part(subject: str, part: str, value: Any) -> Named:
     if not isinstance(value, Mapping) or part == "weights":
-        return array_of(f"{subject} {part}", part, value)
+        return _array(f"{subject} {part}", part, value)
     check_names(f"{subject} {part}", value)
-    return {name: array_of(f"{subject} {part} {name!r}", part, item) for name, item in value.items()}
+    return {name: _array(f"{subject} {part} {name!r}", part, item) for name, item in value.items()}
+
+
+def _array(subject: str, part: str, value: Any) -> np.ndarray:
+    array = array_of(subject, part, value)
+    if part == "features" and (bad := _not_finite(array)):
+        print(f"warning: {subject} have {bad}, which a layer such as ReLU can hide: check losses and metrics")
+    return array
 
 
 def array_of(subject: str, part: str, value: Any) -> np.ndarray:
@@ -141,10 +148,17 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
     stored = stored_dtype(subject, part, array.dtype)
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(array, stored)
-    if part != "features" and array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
-        bad = np.argwhere(~finite)[0]
-        raise UsageError(f"{subject} have {array[tuple(bad)]} at example {bad[0]}; expected finite numbers")
+    if part != "features" and (bad := _not_finite(array)):
+        raise UsageError(f"{subject} have {bad}; expected finite numbers")
     return array
+
+
+def _not_finite(array: np.ndarray) -> str:
+    """Describe the first NaN or infinity of an array; empty if it has none."""
+    if array.dtype.kind != "f" or (finite := np.isfinite(array)).all():
+        return ""
+    first = np.unravel_index(np.argmin(finite), array.shape)
+    return f"{array[first]} at example {first[0]}"
 
 
 def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> None:

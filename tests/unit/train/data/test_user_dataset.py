@@ -78,6 +78,13 @@ def test_bytes_with_labels_of_their_shape_are_not_a_text(dtype, returns, tmp_pat
     assert found.cut(16) is found
 
 
+@pytest.mark.parametrize(("value", "warns"), [(np.nan, True), (-np.inf, True), (1e300, True), (0.0, False)])
+def test_features_that_are_not_finite_are_warned_of_as_a_layer_can_hide_them(value, warns, returns, capsys):
+    test = np.concatenate([FLOATS, [[0.0, value]]])
+    user_dataset.read_dataset(returns({"train": (FLOATS, LABELS), "test": (test, [*LABELS, 0])}))
+    assert warns == ("at example 3" in capsys.readouterr().out)
+
+
 def test_a_function_may_have_optional_arguments(returns, monkeypatch):
     name = returns(GOOD)
     for function in (lambda size=3, seed=0: GOOD, lambda *sizes, seed=0: GOOD):
