@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from cluster.system.errors import UsageError
 from train.loops import fit
-from train.patches import placed_seeds
+from train.patches import placed_seeds, symbolic_build
 
 layers = keras.layers
 
@@ -101,3 +101,22 @@ def test_a_step_of_fit_draws_by_its_number_with_any_optimizer() -> None:
             drawn[first].append(model.train_on_batch(tf.ones([1, 2]), tf.ones([1, 1])))
     assert len({*drawn[0]}) == 3
     assert drawn[0][1:] == drawn[1][:2]
+
+
+class Scored(Noisy):
+    def train_step(self, data: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        self.f1.update_state(data[1], data[0])
+        return {"loss": tf.zeros(()), "f1": tf.reduce_mean(self.f1.result())}
+
+
+def test_a_metric_that_creates_its_variables_in_a_step_of_fit_is_that_of_a_step(monkeypatch) -> None:
+    ((patched, name, replacement, _),) = symbolic_build.REPLACED
+    monkeypatch.setattr(patched, name, replacement)
+    with tf.distribute.OneDeviceStrategy("/CPU:0").scope():
+        model = Scored()
+        model.f1 = keras.metrics.F1Score()
+        model.compile("sgd", "mse", metrics=["mae"])
+        fit.separate_steps(model, 0)
+    features, labels = tf.tile(tf.eye(2), [2, 1]), tf.concat([tf.eye(2)[::-1], tf.eye(2)], 0)  # 1 in the second batch
+    history = model.fit(features, labels, batch_size=2, shuffle=False, verbose=0).history
+    assert [1.0] == pytest.approx(history["f1"])
