@@ -47,11 +47,12 @@ def predict(
         example = _read_image(run, image, inputs)
     outputs = serve(**example)
     names = read_json(run.export / export.CLASSES, [])
-    if not isinstance(names, dict):
-        several_labels = source and outputs and source.label_shape == tuple(next(iter(outputs.values())).shape[1:])
-        names, outputs = {"": None if several_labels else names}, {"": next(iter(outputs.values()))}
-    elif not names.keys() <= outputs.keys():  # one loss compares all outputs with the labels
-        names = dict.fromkeys(outputs)
+    if not isinstance(names, dict) and len(outputs) == 1:
+        (output,) = outputs.values()
+        several_labels = source and source.label_shape == tuple(output.shape[1:])
+        names, outputs = {"": None if several_labels else names}, {"": output}
+    elif not isinstance(names, dict) or not names.keys() <= outputs.keys():  # one loss compares all with the labels
+        names = dict.fromkeys(sorted(outputs))  # their order varies
     losses = parts.parse_losses(run.load_config().get("loss", LOSS_OF_LOGITS))
     lines = {head: show_outputs(outputs[head][0], names[head], losses.get(head) or losses.get("")) for head in names}
     return [f"{head}:{line}" if head else line for head in names for line in lines[head]]

@@ -38,7 +38,12 @@ def export(model: keras.Model, directory: Path, feature_shape: Named, classes: N
             archive.add_endpoint("serve", lambda features: model(features, training=False), [specs])
             archive.write_out(str(scratch))
         else:
-            model.export(str(scratch))
+            options = {}
+            if not (is_legacy() or getattr(model, "inputs", None) or getattr(model, "_build_shapes_dict", None)):
+                # Keras has recorded no shape of a model that sets `built` by itself.
+                types = input_types.input_dtypes(model, feature_shape)
+                options["input_signature"] = [keras.InputSpec(shape=(None, *feature_shape), dtype=types)]
+            model.export(str(scratch), **options)
     (scratch / CLASSES).parent.mkdir(exist_ok=True)
     write_json(scratch / CLASSES, named.each(lambda names: None if names is None else list(names), classes))
     shutil.rmtree(directory, ignore_errors=True)

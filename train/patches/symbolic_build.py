@@ -27,7 +27,11 @@ def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = No
     with strategy.scope():
         _move_into_scope(optimizers_of(model), strategy)
         if type(model).call is not keras.Model.call:
-            model._symbolic_build(data_batch=data_batch)
+            model.get_metrics_result = dict  # of metrics that create their variables in `train_step`, too
+            try:
+                model._symbolic_build(data_batch=data_batch)
+            finally:
+                del model.get_metrics_result
         else:  # trained by its `train_step` alone, which Keras cannot call with symbolic tensors
             _build_optimizer(model, strategy.num_replicas_in_sync)
         _move_into_scope(model.metrics, strategy)

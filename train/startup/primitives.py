@@ -8,6 +8,7 @@ measured, forward and gradient, for each `--onednn` that limits the instructions
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,6 +16,8 @@ TABLE = Path(__file__).with_suffix(".toml")
 _OPERATIONS = tomllib.loads(Path(__file__).with_name("operations.toml").read_text())
 CONVOLUTIONS = frozenset(_OPERATIONS["convolutions"])
 OPERATIONS = CONVOLUTIONS | frozenset(_OPERATIONS["others"])
+HALF = {dtype.as_datatype_enum: dtype.name for dtype in (tf.bfloat16, tf.float16)}
+"""Types that were not measured, and in which kernels limited to fewer instructions can abort the process."""
 
 
 def find_unverified(graphs: Iterable[tf.Graph]) -> dict[str, list[str]]:
@@ -28,16 +31,23 @@ def list_primitives(graph: tf.Graph) -> set[str]:
     """Return the primitives of a graph and the functions that it calls, such as `Conv2D 1x1 strided`."""
     found = {_name(operation) for operation in graph.get_operations() if operation.type in OPERATIONS}
     for function in graph.as_graph_def().library.function:
-        types = {node.op for node in function.node_def} & OPERATIONS
-        found |= {f"{kind} of unknown shape" if kind in CONVOLUTIONS else kind for kind in types}
+        kinds = {_kind(node) for node in function.node_def if node.op in OPERATIONS}
+        found |= {f"{kind} of unknown shape" if kind in CONVOLUTIONS else kind for kind in kinds}
     return found
 
 
+def _kind(node: Any) -> str:
+    """Return the type of a node's operation, and in half precision that of its numbers."""
+    half = HALF.get(node.attr["T"].type)
+    return f"{node.op} in {half}" if half else str(node.op)
+
+
 def _name(operation: tf.Operation) -> str:
-    if operation.type not in CONVOLUTIONS:
-        return operation.type
+    kind = _kind(operation.node_def)
+    if kind not in CONVOLUTIONS:
+        return kind
     kernel = operation.inputs[1].shape[: 3 if "3D" in operation.type else 2]
     size = "1x1" if set(kernel) == {1} else "larger" if kernel.is_fully_defined() else "of unknown shape"
     strided = " strided" if max(operation.get_attr("strides")) > 1 else ""
     dilated = " dilated" if max(operation.get_attr("dilations")) > 1 else ""
-    return f"{operation.type} {size}{strided}{dilated}"
+    return f"{kind} {size}{strided}{dilated}"

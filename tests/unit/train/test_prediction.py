@@ -120,6 +120,15 @@ def test_several_labels_and_outputs_without_labels_are_values(make_run, tmp_path
     own = {"mean": keras.layers.Identity()(inputs), "scale": keras.layers.Identity()(inputs)}
     export.export(keras.Model(inputs, own), run.export, (2,), {"label": ["a", "b"]})
     assert {"mean", "scale"} == {line.split(":")[0] for line in predict(run, None, file)}
+    pair = [keras.layers.Identity()(inputs), keras.layers.Rescaling(2.0)(inputs)]  # labels are one array
+    export.export(keras.Model(inputs, pair), run.export, (2,), [])
+    shown = [f"output_{at}:  {value}" for at, value in [(0, 0.25), (0, 0.75), (1, 0.5), (1, 1.5)]]
+    assert shown == predict(run, None, file)
+    model = type("Own", (keras.Model,), {"call": lambda _, inputs: 2 * inputs})()
+    model.built = True  # so that Keras records no shape
+    model(inputs)
+    export.export(model, run.export, (2,), [])
+    assert ["0.5", "1.5"] == [line.strip() for line in predict(run, None, file)]
 
 
 def test_probabilities_are_shown_as_they_are(make_run, tmp_path):

@@ -46,6 +46,8 @@ MODELS = {
     "dilated": lambda: keras.Sequential([keras.Input((8, 8, 3)), layers.Conv2D(4, 3, dilation_rate=2)]),
     "separable": lambda: keras.Sequential([keras.Input((8, 8, 3)), layers.SeparableConv2D(4, 3)]),
     "recurrent": lambda: keras.Sequential([keras.Input((8, 3)), layers.GRU(4), layers.Dense(2, "softmax")]),
+    "bfloat16": lambda: keras.Sequential([keras.Input((3,)), layers.Dense(4, dtype="mixed_bfloat16")]),
+    "float16": lambda: keras.Sequential([keras.Input((8, 8, 3)), layers.Conv2D(4, 3, dtype="mixed_float16")]),
     "residual": residual,
     "in a loop": in_a_loop,
 }
@@ -57,6 +59,8 @@ INSTRUCTIONS = ["avx2", "avx512"]
     ("name", "unverified"),
     [
         *((name, []) for name in ("convolutional", "transposed", "dilated", "separable", "recurrent")),
+        ("bfloat16", ["MatMul in bfloat16"]),
+        ("float16", ["Conv2D in float16"]),  # it aborts the process
         ("residual", ["Conv2D 1x1 strided"]),  # it corrupts memory
         ("in a loop", ["Conv2D of unknown shape"]),
     ],
