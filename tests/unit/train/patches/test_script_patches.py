@@ -100,6 +100,11 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
         assert task["evaluate"] == task["evaluated"]  # which updates nothing
 
 
+def test_no_batch_of_a_generator_must_be_lost(found):
+    for task in found:
+        np.testing.assert_allclose(task["generated"], task["evaluate"], rtol=1e-6)
+
+
 def test_datasets_that_are_not_shared_must_be_used_to_their_end(found):
     first, second, alone = found
     assert first["unshared"] == second["unshared"]
