@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,23 @@ def weights(model: keras.Model) -> list[Any]:
 
 def data(*more: np.ndarray) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y, *more)).batch(BATCH)
+
+
+def generated() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for first in range(0, EXAMPLES, BATCH):
+        yield X[first : first + BATCH], Y[first : first + BATCH]
+
+
+def kept(scope: Callable[[], Any]) -> bool:
+    """Return whether an array stays as it is whose parts, at multiples of 64 bytes, a generator yields as labels."""
+    memory = np.empty(X.nbytes + 64, np.uint8)
+    array = memory[-memory.ctypes.data % 64 :][: X.nbytes].view(np.float32).reshape(X.shape)
+    array[:] = X
+    with scope():
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(FEATURES, kernel_initializer="zeros")])
+        model.compile("sgd", "mae", jit_compile=False)
+    model.fit(((array[at : at + BATCH],) * 2 for at in range(0, EXAMPLES, BATCH)), verbose=0)
+    return bool((array == X).all())
 
 
 def unshared(*, longer: bool) -> tf.data.Dataset:
@@ -213,6 +230,8 @@ def main(result: Path) -> None:
         model = new_model()
     found["without_call"] = without_call(scope)
     found["evaluate"] = model.evaluate(data(), verbose=0)
+    found["generated"] = model.evaluate(generated(), verbose=0)
+    found["kept"] = kept(scope)
     found["unshared"] = model.evaluate(unshared(longer=False), verbose=0)
     found["longer"] = trained(scope, unshared(longer=True), epochs=2)
     found["counted"] = trained(scope, unshared(longer=False), epochs=3, steps_per_epoch=5)

@@ -2,8 +2,9 @@
 
 Defect: `TensorFlowTrainer._maybe_symbolic_build` averages the first batch over all replicas, which collectives refuse,
 and a model with a `train_step` but no `call` cannot be built at all. Keras issue 20585,
-docs/internals/upstream/keras-20585.md. Metrics and optimizers are those of a single replica if `compile` is called
-outside of the strategy's scope, which Keras 2 entered.
+docs/internals/upstream/keras-20585.md. The batches that it takes from a Python generator are lost
+to the training. Metrics and optimizers are those of a single replica if `compile` is called outside of the strategy's
+scope, which Keras 2 entered.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
 Not applied: if the source of `_maybe_symbolic_build` reduces nothing.
@@ -14,13 +15,16 @@ from typing import Any
 import keras
 from keras import tree
 from keras.src.backend.tensorflow import trainer  # has no public name
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
 
 def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
     strategy = model._distribute_strategy
     if strategy is None:
         return
-    if iterator is not None:
+    if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
+        data_batch = iterator.data_adapter._first_batches[0]  # it yields each batch once
+    elif iterator is not None:
         for _, _, batches in iterator:
             data_batch = tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
             break

@@ -36,7 +36,7 @@ def test_every_script_patch_must_still_be_needed(found):
     layers = ["add_weight", "Layer.losses", "next", "global_seed_generator"]
     layers += ["_trackable_children", "_lock_state", "_clip_gradients", "apply", "_moments"]
     callbacks = ["on_train_begin", "_save_model", "on_train_end", "_save_model"]
-    datasets = ["__init__"]
+    datasets = ["__init__", "_convert"]
     for task in found:
         assert ([*tensorflow, *fit, *layers, *callbacks, *datasets], []) == (task["replaced"], task["again"])
 
@@ -98,6 +98,15 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
             task[option]
         )
         assert task["evaluate"] == task["evaluated"]  # which updates nothing
+
+
+def test_no_batch_of_a_generator_must_be_lost(found):
+    for task in found:
+        np.testing.assert_allclose(task["generated"], task["evaluate"], rtol=1e-6)
+
+
+def test_arrays_that_a_generator_yields_must_stay_as_they_are(found):
+    assert [True, True, True] == [task["kept"] for task in found]
 
 
 def test_datasets_that_are_not_shared_must_be_used_to_their_end(found):

@@ -1,0 +1,30 @@
+"""Arrays that a script's generator yields are copied, so that a step on several tasks does not overwrite them.
+
+Defect: the tensors of `Dataset.from_generator` share the memory of NumPy arrays that begin at a multiple of 64 bytes.
+Where tasks divide a batch, TensorFlow takes the parts for its own and writes results into them: a generator or
+PyDataset that yields slices of an array then trains on other values in the next epoch.
+Versions: TensorFlow 2.21.0.
+Test: tests/unit/train/patches/test_script_patches.py::test_arrays_that_a_generator_yields_must_stay_as_they_are
+Not applied: if the source of `FuncRegistry._convert` copies.
+"""
+
+import inspect
+from typing import Any
+
+import numpy as np
+from tensorflow.python.ops.script_ops import FuncRegistry  # has no public name
+
+_convert = FuncRegistry._convert
+
+
+def apply() -> list[str]:
+    """Replace the static method if it does not copy."""
+    if FuncRegistry._convert is _copy or "copy" in inspect.getsource(_convert):
+        return []
+    FuncRegistry._convert = staticmethod(_copy)
+    return ["_convert"]
+
+
+def _copy(value: Any, dtype: Any = None) -> Any:
+    converted = _convert(value, dtype)
+    return converted.copy() if isinstance(converted, np.ndarray) else converted
