@@ -8,6 +8,7 @@ python -m train.saved_model predict  --run-dir runs/RUN --image FILE | --feature
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -20,8 +21,8 @@ from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery import checkpoint_files
 from cluster.contract.run.folder import RunFolder
 from cluster.system import terminal
-from cluster.system.errors import ClusterError, PrerequisiteError
-from cluster.system.json_files import read_json
+from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed
+from cluster.system.json_files import DISK_FULL, read_json
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
 from train.config import TrainConfig
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from train.data.sources import Source
 
 RESTORE_TRIES = 5
+UNWRITABLE = (*DISK_FULL, errno.EROFS, errno.EACCES)
+"""What keeps an export from its folder; TensorFlow's errors have only the text."""
 
 
 def main(arguments: list[str]) -> int:
@@ -106,9 +109,17 @@ def evaluate(run: RunFolder, data_dir: Path) -> dict[str, Any]:
 def export(run: RunFolder, data_dir: Path) -> int:
     """Write the SavedModel of a run's newest checkpoint to its `export/`; return the step. Raises like `evaluate`."""
     source, _, model, step = _restore(run, data_dir)
+    import tensorflow as tf
+
     from train.model import export as exporting
 
-    exporting.export(model, run.export, source.feature_shape, source.named_outputs)
+    try:
+        exporting.export(model, run.export, source.feature_shape, source.named_outputs)
+    except (OSError, tf.errors.OpError) as error:
+        reason = next((text for text in map(os.strerror, UNWRITABLE) if text in str(error)), None)
+        if reason is None:
+            raise
+        raise RunFailed(f"{run.export} cannot be written ({reason}); correct that, then export again") from None
     return step
 
 

@@ -11,9 +11,9 @@ from PIL import Image
 from PIL.ExifTags import Base
 from tensorflow import keras
 
-from cluster.system.errors import UsageError
+from cluster.system.errors import RunFailed, UsageError
 from cluster.system.json_files import write_json
-from train import prediction
+from train import prediction, saved_model
 from train.data.dataset_record import Leaf
 from train.model import export, input_types
 from train.prediction import predict, show_outputs
@@ -32,6 +32,23 @@ def test_large_whole_numbers_and_several_values_are_kept(make_run, tmp_path):
         file.write_text(json.dumps(wrong))
         with pytest.raises(UsageError, match="^--features "):
             predict(run, None, file)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [tf.errors.ResourceExhaustedError(None, None, "a; No space left on device"), OSError(30, "Read-only file system")],
+)
+def test_an_export_that_cannot_be_written_is_one_line(make_run, tmp_path, monkeypatch, error):
+    run = make_run(workers=0)
+    monkeypatch.setattr(saved_model, "_restore", Mock(return_value=(Mock(), None, Mock(), 1)))
+    monkeypatch.setattr(export, "export", Mock(side_effect=error))
+    with pytest.raises(
+        RunFailed, match=r"export cannot be written \((No space left on device|Read-only file system)\)"
+    ):
+        saved_model.export(run, tmp_path)
+    monkeypatch.setattr(export, "export", Mock(side_effect=tf.errors.ResourceExhaustedError(None, None, "OOM")))
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        saved_model.export(run, tmp_path)
 
 
 def test_each_export_is_the_next_version_of_a_served_model(tmp_path):
