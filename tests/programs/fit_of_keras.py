@@ -47,6 +47,20 @@ class Interrupt(keras.callbacks.Callback):
             raise Interrupted
 
 
+class Count(keras.metrics.Metric):
+    """Counts examples; its result is a variable, as of the metric in Keras's guide."""
+
+    def __init__(self) -> None:
+        super().__init__(name="count")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, labels: Any, *_: Any, **__: Any) -> None:
+        self.count.assign_add(tf.cast(tf.shape(labels)[0], tf.float32))
+
+    def result(self) -> Any:
+        return self.count
+
+
 def new_model(optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.05), **options: Any) -> keras.Model:
     """Return a compiled model with what replicas could disagree on."""
     keras.utils.set_random_seed(3)
@@ -98,7 +112,7 @@ def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] 
     with scope():
         model = new_model(**(compiled or {}))
     if options.pop("outside", False):
-        metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+        metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy"), Count()]
         model.compile(keras.optimizers.Adam(0.05), model.loss, metrics=metrics, jit_compile=False)
     history = model.fit(*arguments, verbose=0, **options)
     found = {"history": history.history, "epochs": history.epoch, "weights": weights(model)}

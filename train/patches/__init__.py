@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 
 FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
-"""Patches of `Model.fit`; docs/internals/upstream/ has the same changes as a patch for Keras itself."""
+"""Patches of `Model.fit`; docs/internals/upstream/ has most of their changes as a patch for Keras itself."""
 _OF_SCRIPTS = ("layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "clipped_sums", "empty_moments")
 SCRIPTS = ("iterator_autotuning", *FIT, *_OF_SCRIPTS, "callback_files", "unshared_lengths", "generated_arrays")
 """Patches for users' scripts."""
