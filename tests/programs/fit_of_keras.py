@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,6 @@ def weights(model: keras.Model) -> list[Any]:
 
 def data(*more: np.ndarray) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y, *more)).batch(BATCH)
-
-
-def generated() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for first in range(0, EXAMPLES, BATCH):
-        yield X[first : first + BATCH], Y[first : first + BATCH]
 
 
 def kept(scope: Callable[[], Any]) -> bool:
@@ -244,7 +239,7 @@ def main(result: Path) -> None:
         model = new_model()
     found["without_call"] = without_call(scope)
     found["evaluate"] = model.evaluate(data(), verbose=0)
-    found["generated"] = model.evaluate(generated(), verbose=0)
+    found["generated"] = model.evaluate(((X[at : at + BATCH], Y[at : at + BATCH]) for at in range(0, EXAMPLES, BATCH)))
     found["kept"] = kept(scope)
     found["unshared"] = model.evaluate(unshared(longer=False), verbose=0)
     found["longer"] = trained(scope, unshared(longer=True), epochs=2)

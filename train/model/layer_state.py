@@ -19,6 +19,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope  # has 
 
 from cluster.system.errors import RunFailed, UsageError
 
+SENT = ("float32", "float64", "float16", "int32", "int64", "bool")
+"""Types of weights that a task can send to others (the operation `CollectiveBcastSendV2`)."""
 _DISAGREE = "whole numbers of replicas or micro-batches differ:"
 
 
@@ -67,6 +69,16 @@ def check_saved(model: keras.Model, name: str) -> None:
             raise UsageError(
                 f"--model {name!r}: {where} is a tf.Variable of {dtype} {shape}, which cannot be saved; expected "
                 "numbers of a fixed shape, or one string"
+            )
+
+
+def check_sent(model: keras.Model, name: str) -> None:
+    """Check that a task can send the first values of all weights to the others."""
+    for weight in model.weights:
+        if weight.dtype not in SENT:
+            raise UsageError(
+                f"--model {name!r}: {weight.path} is a weight in {weight.dtype}, which TensorFlow cannot send to other "
+                f"tasks; expected {', '.join(SENT)}: train with --workers 0, or give its layer another dtype"
             )
 
 

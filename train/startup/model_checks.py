@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.contract import strategies
 from cluster.contract.compatibility import precision_of
 from cluster.system.errors import UsageError
 from cluster.system.terminal import warn
@@ -72,6 +73,8 @@ def check_parts(
     else:
         model = new_model()
         layer_state.check_saved(model, config.model)
+        if strategies.get(strategy).collective:
+            layer_state.check_sent(model, config.model)
         optimizers.check_replicas(optimizers.build_for_model(config, model), config.optimizer.name, replicas)
         _check_state(model, source.feature_shape, num_parts, config)
         if config.loop == "fit":

@@ -195,6 +195,7 @@ MODELS = {
     "of_int32": of_int32,
     "of_two": of_two,
     "in_float8": chain(lambda: layers.Dense(4, dtype="float8_from_float32")),
+    "in_bfloat16": chain(lambda: layers.Dense(4, dtype="bfloat16")),
     "recomputed": chain(Recomputed),
     "by_loss": chain(ByLoss),
     "moving": chain(Moving),
@@ -230,7 +231,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     module.listed = lambda split, shard: [(np.array([0.0, 1.0]), 0)] * 2
     module.metrics = lambda: {"pairs": of_pairs}
 
-    def of(model: str, replicas: int = 1, largest: int = 9, divisor: int = 0, **more: Any) -> None:
+    def of(
+        model: str, replicas: int = 1, largest: int = 9, divisor: int = 0, strategy: str = "mirrored", **more: Any
+    ) -> None:
         split = np.array([[0, 1], [largest, 3]]), np.array([0, 1])
         module.data = lambda: {"train": split, "test": split}
         preparation.prepare_dataset("tried_parts:data", tmp_path)
@@ -239,7 +242,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         if config.source == "function":
             examine_function(config.dataset, tmp_path, "2")
         parts = {"replicas": replicas, "batch_divisor": divisor or replicas}
-        model_checks.check_parts(config, strategy="mirrored", data_dir=tmp_path, **parts)
+        model_checks.check_parts(config, strategy=strategy, data_dir=tmp_path, **parts)
 
     return of
 
@@ -264,6 +267,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("with_optimizer", None, {"loop": "fit"}, r"Penalized.other .* build\(variables\)"),
         ("moving", {"replicas": 2}, {"micro_batches": 2}, "assigns the weight .*/center"),
         ("in_float8", None, {}, "float8"),
+        ("in_bfloat16", {"replicas": 2}, {"replicas": 2, "strategy": "multiworker"}, "kernel .* bfloat16"),
         ("growing", None, {}, r"keeps.kept\[0\]"),
         ("of_words", None, {}, r"keeps.kept\[0\]"),
         ("recomputed", {}, {"bitwise_elastic": 2}, "--bitwise-elastic: the gradient of .*kernel"),
