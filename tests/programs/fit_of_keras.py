@@ -239,7 +239,7 @@ def main(result: Path) -> None:
         model = new_model()
     found["without_call"] = without_call(scope)
     found["evaluate"] = model.evaluate(data(), verbose=0)
-    found["generated"] = model.evaluate(((X[at : at + BATCH], Y[at : at + BATCH]) for at in range(0, EXAMPLES, BATCH)))
+    found["generated"] = model.evaluate((X[at : at + BATCH], Y[at : at + BATCH]) for at in range(0, EXAMPLES, BATCH))
     found["kept"] = kept(scope)
     found["unshared"] = model.evaluate(unshared(longer=False), verbose=0)
     found["longer"] = trained(scope, unshared(longer=True), epochs=2)
