@@ -237,6 +237,7 @@ def main(result: Path) -> None:
     }
     with scope():
         model = new_model()
+    found["numbers"] = [float(model.optimizer.learning_rate), int(model.optimizer.iterations)]
     found["without_call"] = without_call(scope)
     found["evaluate"] = model.evaluate(data(), verbose=0)
     found["generated"] = model.evaluate((X[at : at + BATCH], Y[at : at + BATCH]) for at in range(0, EXAMPLES, BATCH))

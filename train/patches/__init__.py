@@ -17,12 +17,13 @@ from collections.abc import Iterable
 FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
 """Patches of `Model.fit`; docs/internals/upstream/ has most of their changes as a patch for Keras itself."""
 _OF_SCRIPTS = ("layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "clipped_sums", "empty_moments")
-SCRIPTS = ("iterator_autotuning", *FIT, *_OF_SCRIPTS, "callback_files", "unshared_lengths", "generated_arrays")
+_OF_CALLBACKS = ("callback_files", "copied_numbers")
+SCRIPTS = ("iterator_autotuning", *FIT, *_OF_SCRIPTS, *_OF_CALLBACKS, "unshared_lengths", "generated_arrays")
 """Patches for users' scripts."""
 LEGACY = ("iterator_autotuning", "adapted_layers")
 """Patches for the built-in training program with tf_keras."""
 _OF_TRAINING = ("layer_losses", "variable_updates", "placed_seeds", "repeated_rows", "synchronized_moments")
-TRAINING = (*LEGACY, *FIT, *_OF_TRAINING, "deferred_values", "callback_files")
+TRAINING = (*LEGACY, *FIT, *_OF_TRAINING, "deferred_values", *_OF_CALLBACKS)
 """Patches for the built-in training program, which has stronger guarantees for layers' state and random numbers."""
 
 

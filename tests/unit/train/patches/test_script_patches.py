@@ -35,7 +35,7 @@ def test_every_script_patch_must_still_be_needed(found):
     fit = ["_maybe_symbolic_build", "reduce_per_replica", "_make_function"]
     layers = ["add_weight", "Layer.losses", "next", "global_seed_generator"]
     layers += ["_trackable_children", "_lock_state", "_clip_gradients", "apply", "_moments"]
-    callbacks = ["on_train_begin", "_save_model", "on_train_end", "_save_model"]
+    callbacks = ["on_train_begin", "_save_model", "on_train_end", "_save_model", "__float__", "__int__"]
     datasets = ["__init__", "_convert"]
     for task in found:
         assert ([*tensorflow, *fit, *layers, *callbacks, *datasets], []) == (task["replaced"], task["again"])
@@ -98,6 +98,10 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
             task[option]
         )
         assert task["evaluate"] == task["evaluated"]  # which updates nothing
+
+
+def test_variables_that_replicas_copy_must_convert_to_numbers(found):
+    assert [[np.float32(0.05), 0]] * 3 == [task["numbers"] for task in found]
 
 
 def test_no_batch_of_a_generator_must_be_lost(found):
