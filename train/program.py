@@ -209,7 +209,8 @@ def explain(error: Exception) -> ClusterError | None:
         reason = reason or "an array cannot be allocated"
         return RunFailed(f"out of memory ({reason}); {LESS_MEMORY}")
     if isinstance(error, tf.errors.OpError):
-        return opening.explain(error) or layer_state.explain(error) or input_types.explain(error)
+        found = opening.explain(error) or layer_state.explain(error) or input_types.explain(error)
+        return found or objectives.explain(error)
     if isinstance(error, PermissionError):
         return PrerequisiteError(f"{system_error(error)}; give the task's user access to it")
     return None

@@ -141,6 +141,7 @@ def _restore(
         from train.pipeline import stage_models
         from train.saving import saved_weights
 
+    tf.get_logger().setLevel("ERROR")  # after a refusal it warns of each value in the checkpoint
     patches.apply(patches.LEGACY if is_legacy() else patches.TRAINING)
     placed_seeds.make_unseeded(config.seed)
     source = opening.open_source(config, data_dir, run)

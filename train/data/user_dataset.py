@@ -184,6 +184,9 @@ def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -
         if low < 0 or (names and high >= len(names)):
             most = f"0 to {len(names) - 1}, a number for each class" if names else "0 and more"
             raise UsageError(f"dataset {name}: labels{which} go from {low} to {high}; expected {most}")
+        if not names and high >= train.size + test.size:
+            counts = f"{high + 1:,} classes, more than their {train.size + test.size:,} values"
+            print(f"warning: dataset {name}: labels{which} have {counts}; number the classes that occur from 0 on")
 
 
 def _version(classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from cluster.system.errors import UsageError
+from cluster.system.errors import RunFailed, UsageError
 from train.config import TrainConfig
 from train.model import masks
 from train.named import Named
@@ -223,6 +223,13 @@ def _score(classifies: bool, shapes: Shapes | None) -> tuple[PerExample, str] | 
 def _label_shapes(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the possible shapes of an example's labels: a last axis of size 1 may be missing."""
     return [labels, labels[:-1]] if labels[-1:] == (1,) else [labels]
+
+
+def explain(error: Exception) -> RunFailed | None:
+    """Translate TensorFlow's error about labels that the outputs have no class for; None for other errors."""
+    if "SparseSoftmaxCrossEntropyWithLogits" in str(error) and re.search(r"\d is (not in|out of range) \[", str(error)):
+        return RunFailed("a label is no class of the model's outputs, which begin at 0; correct it, or --num-outputs")
+    return None
 
 
 def check_outputs(config: TrainConfig, num_outputs: Named, shapes: Shapes) -> None:

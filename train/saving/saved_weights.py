@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
+from cluster.system.errors import UsageError
 from train.config import TrainConfig
 from train.model import optimizers
 from train.saving.trees import Mirror, all_variables, as_saved, parts_of_model
@@ -17,7 +18,7 @@ def load_evaluated(config: TrainConfig, model: keras.Model, prefix: str, as_trai
 
     The model has plain variables. `as_trained` is the model in the precision of the training, if that differs: a
     checkpoint identifies layers by number, and Keras counts casts as well. Raises tf.errors.OpError or OSError if the
-    files cannot be read.
+    files cannot be read, and UsageError if they are those of another model.
     """
     load_trained(model, prefix, as_trained)
     load_averages(config, model, prefix)
@@ -32,7 +33,11 @@ def load_trained(model: keras.Model, prefix: str, as_trained: keras.Model | None
         pairs = zip(all_variables(as_trained), all_variables(model), strict=True)
         variables = {id(saved): variable for saved, variable in pairs}
         checkpoint = Mirror(checkpoint, lambda saved: variables.get(id(saved))).checkpoint
-    checkpoint.read(prefix).assert_existing_objects_matched().expect_partial()
+    try:
+        checkpoint.read(prefix).assert_existing_objects_matched().expect_partial()
+    except (AssertionError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise UsageError(f"{prefix} is that of another model: {reason}; undo the change of your code") from None
 
 
 def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:

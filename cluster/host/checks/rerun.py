@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cluster.contract.run import membership
+from cluster.contract.run import membership, owner
 from cluster.contract.run.folder import RunFolder
 from cluster.host.control import foreground
 from cluster.host.launch import planning, startup, teardown
@@ -99,7 +99,8 @@ def _differences(first: RunFolder, second: RunFolder) -> Iterator[str]:
             yield f"tasks: {run.name} continued {change}"
     ones, others = (dict(flatten(run.load_manifest())) for run in (first, second))
     same_code = all(ones.get(key, "") == others.get(key) for key in CODE_HASHES)
-    expected = ("cluster.tasks", *(["code"] if same_code else []))  # local tasks get free ports
+    # Local tasks get free ports, and each run has a separate token.
+    expected = ("cluster.tasks", f"environment.variables.{owner.TOKEN}", *(["code"] if same_code else []))
     for key in sorted(ones.keys() | others.keys()):
         if key.startswith(COMPARED) and not key.startswith(expected) and ones.get(key) != others.get(key):
             yield f"{key}: {ones.get(key)} there, {others.get(key)} here"

@@ -389,6 +389,6 @@ def explain(error: Exception) -> ClusterError | None:
             "the dataset function returned an empty shard; put examples into each shard, or use fewer replicas"
         )
     return RunFailed(
-        f"the dataset function's test split has {match[2] or ''}{actual} examples, {expected} where it was examined; "
-        f"run `{COMMAND} data.examine --fresh` on it, then start again"
+        f"a dataset of the dataset function has {match[2] or ''}{actual} examples, not the {expected} examined or "
+        f"asserted; correct its assert_cardinality or run `{COMMAND} data.examine --fresh` on it, then start again"
     )

@@ -61,6 +61,7 @@ CODE = {"commit": "a", "changes_sha256": None, "cluster_sha256": "1", "train_sha
     ("theirs", "expected"),
     [
         ({"cluster": {"tasks": [{"port": 2}]}}, []),
+        ({"environment": {"cpu": {"model": "A"}, "variables": {"TF_CLUSTER_TOKEN": "b"}}}, []),
         ({"environment": {"cpu": {"model": "B"}}}, ["environment.cpu.model"]),
         ({"code": CODE | {"commit": "b"}}, []),  # the same code in another commit
         ({"code": CODE | {"commit": "b", "train_sha256": "3"}}, ["code.commit", "code.train_sha256"]),

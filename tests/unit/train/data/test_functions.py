@@ -124,6 +124,8 @@ def test_a_dataset_that_calls_python_cannot_be_sent_elsewhere():
     error = tf.errors.InvalidArgumentError(None, None, "ValueError: Could not find callback with key=pyfunc_3 in the")
     assert isinstance(opening.explain(error), RunFailed)
     assert opening.explain(tf.errors.InvalidArgumentError(None, None, "something else")) is None
+    error = tf.errors.InvalidArgumentError(None, None, "expected to contain 9 elements but contained only 4 elements")
+    assert "its assert_cardinality" in str(opening.explain(error))
 
 
 class Batches(keras.utils.PyDataset):

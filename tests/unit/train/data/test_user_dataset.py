@@ -83,6 +83,8 @@ def test_features_that_are_not_finite_are_warned_of_as_a_layer_can_hide_them(val
     test = np.concatenate([FLOATS, [[0.0, value]]])
     user_dataset.read_dataset(returns({"train": (FLOATS, LABELS), "test": (test, [*LABELS, 0])}))
     assert warns == ("at example 3" in capsys.readouterr().out)
+    user_dataset.read_dataset(returns({**GOOD, "test": (IMAGES, [0, 6 if warns else 5, 0])}))
+    assert warns == ("7 classes" in capsys.readouterr().out)
 
 
 def test_a_function_may_have_optional_arguments(returns, monkeypatch):

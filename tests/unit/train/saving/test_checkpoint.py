@@ -123,6 +123,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, changed):
     model = keras.Sequential([keras.Input((4,)), *map(keras.layers.Dense, changed), keras.layers.BatchNormalization()])
     optimizer = keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
+    with pytest.raises(UsageError, match="of another model: "):
+        saved_weights.load_trained(model, str(tmp_path / "ckpt-3"))
     with pytest.raises(UsageError, match="--init-from"):
         saving(tmp_path, (model, optimizer, tf.Variable(0, dtype=tf.int64))).restore()
 
