@@ -95,6 +95,17 @@ def kept(scope: Callable[[], Any]) -> bool:
     return bool((array == X).all())
 
 
+def visits(scope: Callable[[], Any]) -> list[float]:
+    """Return how often each example counts in an epoch of arrays that `fit` shuffles without a seed."""
+    tf.random.set_seed(None)
+    with scope():
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((EXAMPLES,)), dense])
+        model.compile(keras.optimizers.SGD(float(BATCH)), lambda _, outputs: -outputs, jit_compile=False)
+    model.fit(np.eye(EXAMPLES, dtype=np.float32), np.zeros(EXAMPLES), BATCH, verbose=0)
+    return [float(weight) for weight in dense.kernel.numpy()[:, 0]]
+
+
 def unshared(*, longer: bool) -> tf.data.Dataset:
     """Return a dataset that tasks do not share; with `longer`, that of the first task has more batches."""
     first = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0
@@ -254,7 +265,7 @@ def main(result: Path) -> None:
             with scope():
                 found["evaluated"] = new_model(inner).evaluate(data(), verbose=0)
         found["unbuilt"] = without_call(scope, built=False)
-        found |= {**drawn(strategy), "averages": averages(strategy)}
+        found |= {**drawn(strategy), "averages": averages(strategy), "visits": visits(scope)}
     result.write_text(json.dumps(found))
     if several:
         await_other_task(result)

@@ -228,7 +228,7 @@ def _label_shapes(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
 def explain(error: Exception) -> RunFailed | None:
     """Translate TensorFlow's error about labels that the outputs have no class for; None for other errors."""
     if "SparseSoftmaxCrossEntropyWithLogits" in str(error) and re.search(r"\d is (not in|out of range) \[", str(error)):
-        return RunFailed("a label is no class of the model's outputs, which begin at 0; correct it, or --num-outputs")
+        return RunFailed("a label is not a class of the model's outputs, from 0 on; correct it, or --num-outputs")
     return None
 
 

@@ -37,7 +37,7 @@ def load_trained(model: keras.Model, prefix: str, as_trained: keras.Model | None
         checkpoint.read(prefix).assert_existing_objects_matched().expect_partial()
     except (AssertionError, ValueError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise UsageError(f"{prefix} is that of another model: {reason}; undo the change of your code") from None
+        raise UsageError(f"{prefix} is that of another model: {reason}; undo the change to your model") from None
 
 
 def load_averages(config: TrainConfig, model: keras.Model, prefix: str) -> None:

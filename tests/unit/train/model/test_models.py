@@ -313,7 +313,7 @@ def test_ids_that_a_model_without_declared_types_would_round_are_refused(precisi
     assert isinstance(refused, UsageError)
     assert f"as {model.compute_dtype}, " in str(refused)
     problem = "Detected at node SparseSoftmaxCrossEntropyWithLogits/GatherV2\nindices[5] = 10 is not in [0, 10)"
-    assert "no class" in str(program.explain(tf.errors.InvalidArgumentError(None, None, problem)))
+    assert "--num-outputs" in str(program.explain(tf.errors.InvalidArgumentError(None, None, problem)))
 
 
 def test_a_weight_decay_of_0_turns_it_off() -> None:
