@@ -18,12 +18,12 @@ class Refusal:
     """A case that is refused for this reason alone."""
 
 
-def _has_state(case: Case) -> bool:
-    return bool({"batch_norm", "nested", "blocks", "counter", "running_mean", "spectral"} & set(case.layers))
+NORMALIZING = {"batch_norm", "nested", "blocks"}
+WITH_STATE = {*NORMALIZING, "counter", "running_mean", "spectral"}
 
 
-def _normalizes(case: Case) -> bool:
-    return bool({"batch_norm", "nested", "blocks"} & set(case.layers))
+def _has(case: Case, layers: set[str]) -> bool:
+    return not layers.isdisjoint(case.layers)
 
 
 def _piped(case: Case) -> bool:
@@ -93,7 +93,12 @@ REFUSALS = (
     ),
     Refusal(
         "`--micro-batches` with `--loop fit` and BatchNormalization on several replicas",
-        lambda case: case.loop == "fit" and case.micro_batches > 1 and case.replicas > 1 and _normalizes(case),
+        lambda case: (
+            case.loop == "fit"
+            and case.micro_batches > 1
+            and case.replicas > 1
+            and not NORMALIZING.isdisjoint(case.layers)
+        ),
         Case(0, strategy="mirrored", replicas=2, loop="fit", micro_batches=2, layers=("batch_norm",)),
     ),
     Refusal(
@@ -138,7 +143,7 @@ REFUSALS = (
     ),
     Refusal(
         "`--remat` with a layer that changes its state in `call`, such as BatchNormalization",
-        lambda case: _piped(case) and case.remat and _has_state(case),
+        lambda case: _piped(case) and case.remat and _has(case, WITH_STATE),
         Case(0, strategy="pipeline", stages=2, remat=True, layers=("batch_norm",)),
     ),
     Refusal(

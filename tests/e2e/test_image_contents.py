@@ -8,7 +8,6 @@ import tarfile
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.markers import Marker
@@ -40,13 +39,9 @@ def python(image: str, script: str) -> str:
     return docker(f"run {HARDENED} --entrypoint=python {image} -c", script)
 
 
-def config_of(image: str) -> dict[str, Any]:
-    return json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
-
-
 @pytest.mark.parametrize("image", [TRAIN, BOARD])
 def test_an_image_must_not_run_as_root_and_its_labels_must_report_what_is_inside(image):
-    config = config_of(image)
+    config = json.loads(docker(f"image inspect --format='{{{{json .Config}}}}' {image}"))
     assert "10001:10001" == config["User"]
     labels = {name.removeprefix("org.opencontainers.image."): text for name, text in config["Labels"].items()}
     assert {"title", "description", "base.name"} <= labels.keys()

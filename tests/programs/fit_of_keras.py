@@ -47,15 +47,8 @@ class Interrupt(keras.callbacks.Callback):
             raise Interrupted
 
 
-class Count(keras.metrics.Metric):
-    """Counts examples; its result is a variable, as of the metric in Keras's guide."""
-
-    def __init__(self) -> None:
-        super().__init__(name="count")
-        self.count = self.add_variable((), "zeros", name="count")
-
-    def update_state(self, labels: Any, *_: Any, **__: Any) -> None:
-        self.count.assign_add(tf.cast(tf.shape(labels)[0], tf.float32))
+class Count(keras.metrics.SparseCategoricalAccuracy):
+    """Counts examples; its result is a variable, as that of the metric in Keras's guide."""
 
     def result(self) -> Any:
         return self.count
@@ -83,27 +76,30 @@ def data(*more: np.ndarray) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y, *more)).batch(BATCH)
 
 
+def linear(scope: Callable[[], Any], inputs: int, outputs: int, loss: Any, rate: float = 0.01) -> Any:
+    with scope():
+        dense = keras.layers.Dense(outputs, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((inputs,)), dense])
+        model.compile(keras.optimizers.SGD(rate), loss, jit_compile=False)
+    return model
+
+
 def kept(scope: Callable[[], Any]) -> bool:
     """Return whether an array stays as it is whose parts, at multiples of 64 bytes, a generator yields as labels."""
     memory = np.empty(X.nbytes + 64, np.uint8)
     array = memory[-memory.ctypes.data % 64 :][: X.nbytes].view(np.float32).reshape(X.shape)
     array[:] = X
-    with scope():
-        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(FEATURES, kernel_initializer="zeros")])
-        model.compile("sgd", "mae", jit_compile=False)
-    model.fit(((array[at : at + BATCH],) * 2 for at in range(0, EXAMPLES, BATCH)), verbose=0)
+    parts = ((array[at : at + BATCH],) * 2 for at in range(0, EXAMPLES, BATCH))
+    linear(scope, FEATURES, FEATURES, "mae").fit(parts, verbose=0)
     return bool((array == X).all())
 
 
 def visits(scope: Callable[[], Any]) -> list[float]:
     """Return how often each example counts in an epoch of arrays that `fit` shuffles without a seed."""
     tf.random.set_seed(None)
-    with scope():
-        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-        model = keras.Sequential([keras.Input((EXAMPLES,)), dense])
-        model.compile(keras.optimizers.SGD(float(BATCH)), lambda _, outputs: -outputs, jit_compile=False)
+    model = linear(scope, EXAMPLES, 1, lambda _, outputs: -outputs, float(BATCH))
     model.fit(np.eye(EXAMPLES, dtype=np.float32), np.zeros(EXAMPLES), BATCH, verbose=0)
-    return [float(weight) for weight in dense.kernel.numpy()[:, 0]]
+    return [float(weight) for weight in model.get_weights()[0][:, 0]]
 
 
 def unshared(*, longer: bool) -> tf.data.Dataset:
@@ -118,7 +114,7 @@ def trained(scope: Callable[[], Any], *arguments: Any, compiled: dict[str, Any] 
     with scope():
         model = new_model(**(compiled or {}))
     if options.pop("outside", False):
-        metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy"), Count()]
+        metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy"), Count(name="count")]
         model.compile(keras.optimizers.Adam(0.05), model.loss, metrics=metrics, jit_compile=False)
     history = model.fit(*arguments, verbose=0, **options)
     found = {"history": history.history, "epochs": history.epoch, "weights": weights(model)}

@@ -2,7 +2,7 @@
 
 Defect: TensorFlow's DistributedVariable lacks these methods of its other variables.
 Versions: TensorFlow 2.21.0.
-Test: tests/unit/train/patches/test_script_patches.py::test_variables_that_replicas_copy_must_convert_to_numbers
+Test: tests/unit/train/patches/test_script_patches.py::test_numbers_and_arrays_of_a_script_must_be_those_of_one_process
 Not applied: if the class has them.
 """
 

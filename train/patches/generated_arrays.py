@@ -4,7 +4,7 @@ Defect: the tensors of `Dataset.from_generator` share the memory of NumPy arrays
 Where tasks divide a batch, TensorFlow takes the parts for its own and writes results into them: a generator or
 PyDataset that yields slices of an array then trains on other values in the next epoch.
 Versions: TensorFlow 2.21.0.
-Test: tests/unit/train/patches/test_script_patches.py::test_arrays_that_a_generator_yields_must_stay_as_they_are
+Test: tests/unit/train/patches/test_script_patches.py::test_numbers_and_arrays_of_a_script_must_be_those_of_one_process
 Not applied: if the source of `FuncRegistry._convert` copies.
 """
 

@@ -103,12 +103,6 @@ def test_what_is_found_must_be_kept_and_a_missed_goal_is_exit_code_1(measured, c
     assert ["start", "plots", "telemetry", "plots", "start", "plots"] == measured
 
 
-def test_a_quick_try_must_keep_nothing(measured, monkeypatch):
-    monkeypatch.setattr(results, "renew", lambda found: pytest.fail("it renews the table"))
-    assert 0 == invoked(only="telemetry", quick=True, write=True)[0]
-    assert [] == results.read()
-
-
 def contender(rates: dict[str, list[float]]) -> Contender:
     """Return a program that runs as fast as these say, one run of each setting after the other."""
 

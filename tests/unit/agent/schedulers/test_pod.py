@@ -107,9 +107,8 @@ def test_an_operator_says_by_tf_config_which_task_a_pod_is(task, name, listed, t
 
     def agent(*_: object) -> int | None:
         seen.update({key: pod.os.environ.get(key, "") for key in ("TASK", "TF_CONFIG")})
-        if not listed:
-            return None  # a newer copy of the task has begun
-        return 0 if name == "chief" else EXIT_PEER_LOST  # it was asked to end while the run continues without it
+        asked_to_end = 0 if name == "chief" else EXIT_PEER_LOST  # as the run continues without the others
+        return asked_to_end if listed else None  # a newer copy of the task has begun
 
     monkeypatch.setattr(pod, "run_agent", agent)
     assert 130 == pod.main()

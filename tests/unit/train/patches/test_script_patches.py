@@ -100,10 +100,6 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
         assert task["evaluate"] == task["evaluated"]  # which updates nothing
 
 
-def test_variables_that_replicas_copy_must_convert_to_numbers(found):
-    assert [[np.float32(0.05), 0]] * 3 == [task["numbers"] for task in found]
-
-
 def test_no_batch_of_a_generator_must_be_lost(found):
     for task in found:
         np.testing.assert_allclose(task["generated"], task["evaluate"], rtol=1e-6)
@@ -114,8 +110,9 @@ def test_an_epoch_of_shuffled_arrays_must_have_every_example_once(found):
         np.testing.assert_allclose(task["visits"], 1)
 
 
-def test_arrays_that_a_generator_yields_must_stay_as_they_are(found):
-    assert [True, True, True] == [task["kept"] for task in found]
+@pytest.mark.parametrize(("what", "expected"), [("numbers", [np.float32(0.05), 0]), ("kept", True)])
+def test_numbers_and_arrays_of_a_script_must_be_those_of_one_process(found, what, expected):
+    assert [expected] * 3 == [task[what] for task in found]
 
 
 def test_datasets_that_are_not_shared_must_be_used_to_their_end(found):
