@@ -101,13 +101,11 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
 
 
 def test_no_batch_of_a_generator_must_be_lost(found):
-    for task in found:
-        np.testing.assert_allclose(task["generated"], task["evaluate"], rtol=1e-6)
+    np.testing.assert_allclose([task["generated"] for task in found], [task["evaluate"] for task in found], rtol=1e-6)
 
 
 def test_an_epoch_of_shuffled_arrays_must_have_every_example_once(found):
-    for task in found[:2]:
-        np.testing.assert_allclose(task["visits"], 1)
+    np.testing.assert_allclose([task["visits"] for task in found[:2]], 1)
 
 
 @pytest.mark.parametrize(("what", "expected"), [("numbers", [np.float32(0.05), 0]), ("kept", True)])
