@@ -58,12 +58,6 @@ def test_the_first_losses_must_be_the_golden_ones(alone):
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=RELATIVE)
 
 
-def save_images(run: RunFolder) -> Path:
-    images = np.fromfile(DATA / "arrays" / "fashion_mnist-3.0.1" / "test_features.bin", np.uint8)[: 32 * 784]
-    np.save(run.path / "images.npy", images.reshape(32, 28, 28, 1).astype(np.float32))
-    return run.path / "images.npy"
-
-
 def evaluate(program: str, *arguments: Path) -> list:
     """Return the JSON that a program prints."""
     done = subprocess.run(
@@ -89,7 +83,9 @@ def version(clusters, alone, tmp_path_factory) -> Path:
 
 
 def test_a_served_version_must_give_what_the_model_gives_also_inside_of_a_strategy(alone, version):
-    assert 32 == len(evaluate(SERVE, version, alone.path, DATA, save_images(alone)))
+    images = np.fromfile(DATA / "arrays" / "fashion_mnist-3.0.1" / "test_features.bin", np.uint8)[: 32 * 784]
+    np.save(alone.path / "images.npy", images.reshape(32, 28, 28, 1).astype(np.float32))
+    assert 32 == len(evaluate(SERVE, version, alone.path, DATA, alone.path / "images.npy"))
 
 
 @pytest.mark.extended

@@ -31,11 +31,8 @@ def test_the_topology_chooses_the_strategy(workers, ps, devices, expected, repli
 @pytest.mark.parametrize(
     ("strategy", "workers", "ps", "devices", "use"),
     [
-        ("one", 0, 0, 1, ""),
         ("mirrored", 0, 0, 1, ""),
         ("central", 0, 0, 2, ""),
-        ("multiworker", 1, 0, 1, ""),
-        ("ps", 1, 1, 1, ""),
         ("one", 0, 0, 2, "--workers 0 --ps 0 --devices 1"),
         ("one", 1, 0, 1, "--workers 0 --ps 0 --devices 1"),
         ("mirrored", 2, 0, 1, "--workers 0 --ps 0"),

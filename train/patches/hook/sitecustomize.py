@@ -3,8 +3,10 @@
 It uses a meta-path finder, so that a script without Keras pays nothing. The script itself is not modified.
 """
 
+import atexit
 import importlib.machinery
 import importlib.util
+import json
 import linecache
 import os
 import sys
@@ -88,8 +90,28 @@ def explain(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         print(line, file=sys.stderr, flush=True)
 
 
+def warn_of_solitude() -> None:
+    """Warn of a script that used TensorFlow and never joined the other workers of TF_CONFIG."""
+    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
+    cluster, task = config.get("cluster", {}), config.get("task", {})
+    context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
+    if "ps" in cluster or task.get("index") or task.get("type") == "evaluator":
+        return
+    if context is None or context._context_handle is None:
+        return
+    number = sum(map(len, cluster.values()))
+    if number > 1 and context._server_def is None and context._collective_ops_server_def is None:
+        print(
+            f"warning: no strategy joined the {number} tasks, so each ran this script alone; build the model in the "
+            "scope of a tf.distribute.MultiWorkerMirroredStrategy",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def install() -> None:
-    """Install the finder and the exception hook, and run the `sitecustomize` that this one hides."""
+    """Install the finder and the hooks, and run the `sitecustomize` that this one hides."""
+    atexit.register(warn_of_solitude)
     sys.meta_path.insert(0, KerasFinder)
     sys.excepthook = explain
     elsewhere = [entry for entry in sys.path if Path(entry).resolve() != HERE]

@@ -79,14 +79,6 @@ def complete(shown) -> Callable[[str], set[str]]:
     return lambda typed: set(shown("--complete", "--", *typed.split()).split())
 
 
-@pytest.fixture
-def two_runs(make_run):
-    make_run("one", workers=1)
-    make_run("two", workers=1)
-    (folders.runs_dir() / ".current").write_text("one")
-    write_json(folders.runs_dir() / ".sweeps" / "rates" / "sweep.json", {})
-
-
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
@@ -113,7 +105,11 @@ def two_runs(make_run):
         ("invoke sweep --over", {"seed=", "optimizer.learning-rate=", ...}),
     ],
 )
-def test_values_and_names_are_completed(complete, two_runs, typed, expected):
+def test_values_and_names_are_completed(complete, make_run, typed, expected):
+    for run in ("one", "two"):
+        make_run(run, workers=1)
+    (folders.runs_dir() / ".current").write_text("one")
+    write_json(folders.runs_dir() / ".sweeps" / "rates" / "sweep.json", {})
     found = complete(typed)
     assert expected == found or (... in expected and expected - {...} <= found)
 

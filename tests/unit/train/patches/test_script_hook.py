@@ -75,6 +75,17 @@ def test_any_other_error_must_speak_for_itself(call, run):
     assert explained(run(call)) is None
 
 
+def test_a_script_that_joins_no_task_must_be_warned_of(monkeypatch, capsys):
+    from tensorflow.python.eager import context
+
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}}')
+    context.ensure_initialized()
+    for joined in (None, "a cluster"):
+        monkeypatch.setattr(context.context(), "_collective_ops_server_def", joined)
+        hook.warn_of_solitude()
+        assert (joined is None) == ("MultiWorkerMirroredStrategy" in capsys.readouterr().err)
+
+
 def test_the_hook_must_find_what_is_imported_and_hide_nothing(tmp_path):
     """The script has another Keras, and the machine another `sitecustomize`."""
     site = tmp_path / "site"
