@@ -155,9 +155,9 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
 
 def _not_finite(array: np.ndarray) -> str:
     """Describe the first NaN or infinity of an array; empty if it has none."""
-    if array.dtype.kind != "f" or (finite := np.isfinite(array)).all():
+    if array.dtype.kind != "f" or not array.size or np.isfinite([array.min(), array.max()]).all():
         return ""
-    first = np.unravel_index(np.argmin(finite), array.shape)
+    first = np.unravel_index(np.argmin(np.isfinite(array)), array.shape)
     return f"{array[first]} at example {first[0]}"
 
 
@@ -186,7 +186,8 @@ def _check(name: str, classes: Named, splits: Mapping[str, tuple[Named, ...]]) -
             raise UsageError(f"dataset {name}: labels{which} go from {low} to {high}; expected {most}")
         if not names and high >= train.size + test.size:
             counts = f"{high + 1:,} classes, more than their {train.size + test.size:,} values"
-            print(f"warning: dataset {name}: labels{which} have {counts}; number the classes that occur from 0 on")
+            advice = "number those that occur from 0 on, or use floats for quantities"
+            print(f"warning: dataset {name}: labels{which} have {counts}; {advice}")
 
 
 def _version(classes: Named, splits: Mapping[str, tuple[Named, ...]]) -> str:

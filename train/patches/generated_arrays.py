@@ -9,12 +9,15 @@ Not applied: if the source of `FuncRegistry._convert` copies.
 """
 
 import inspect
+import weakref
 from typing import Any
 
 import numpy as np
 from tensorflow.python.ops.script_ops import FuncRegistry  # has no public name
 
 _convert = FuncRegistry._convert
+_copies: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+"""By their ids. TensorFlow converts what `from_generator` yields twice."""
 
 
 def apply() -> list[str]:
@@ -27,4 +30,8 @@ def apply() -> list[str]:
 
 def _copy(value: Any, dtype: Any = None) -> Any:
     converted = _convert(value, dtype)
-    return converted.copy() if isinstance(converted, np.ndarray) else converted
+    if not isinstance(converted, np.ndarray) or _copies.get(id(converted)) is converted:
+        return converted
+    copy = converted.copy()
+    _copies[id(copy)] = copy
+    return copy

@@ -3,12 +3,16 @@
 Defect: each task draws another order and takes its part of that: an epoch has some examples twice and lacks others.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_an_epoch_of_shuffled_arrays_must_have_every_example_once
-Not applied: to a task that trains alone, to `shuffle="batch"`, and after `keras.utils.set_random_seed`, which gives all
-tasks one order.
+Not applied: to a `fit` that does not divide batches among tasks, to `shuffle="batch"`, and after
+`keras.utils.set_random_seed`, which gives all tasks one order.
 """
 
+import contextlib
+import contextvars
 import itertools
 import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,24 +21,41 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from tensorflow.python.eager import context  # the seed has no public name
 
 _keras_dataset = ArrayDataAdapter.get_tf_dataset
+_divided = contextvars.ContextVar("divided", default=False)
 _numbers = itertools.count()
+_replacing = threading.Lock()
+
+
+@contextlib.contextmanager
+def dividing(divided: bool) -> Iterator[None]:
+    """Context manager in which datasets are made whose batches are divided among tasks, if `divided`."""
+    before = _divided.set(divided)
+    try:
+        yield
+    finally:
+        _divided.reset(before)
 
 
 def _get_tf_dataset(adapter: Any) -> tf.data.Dataset:
-    if adapter._shuffle is not True or not os.environ.get("TF_CONFIG") or context.global_seed() is not None:
+    if not _divided.get() or adapter._shuffle is not True or context.global_seed() is not None:
         return _keras_dataset(adapter)
-    # Local runs have a random token; elsewhere all runs draw the same orders.
+    # Local runs have a random token; elsewhere all runs draw the same orders. Each task makes as many of these calls.
     order = np.random.default_rng([*os.environ.get("TF_CLUSTER_TOKEN", "").encode(), next(_numbers)])
+    # TensorFlow never frees the function that draws, which must not refer to the adapter and its arrays.
+    size, thread = adapter._num_samples, threading.get_ident()
 
-    def shuffle(indices: tf.Tensor) -> tf.Tensor:
-        drawn = tf.numpy_function(lambda: order.permutation(adapter._num_samples), [], tf.int64)
-        return tf.ensure_shape(drawn, indices.shape)
+    def shuffle(values: tf.Tensor, *args: Any, **options: Any) -> tf.Tensor:
+        if threading.get_ident() != thread:
+            return original(values, *args, **options)
+        drawn = tf.numpy_function(lambda: order.permutation(size), [], tf.int64)
+        return tf.ensure_shape(drawn, values.shape)
 
-    original, tf.random.shuffle = tf.random.shuffle, shuffle  # Keras calls it while it builds the dataset
-    try:
-        return _keras_dataset(adapter)
-    finally:
-        tf.random.shuffle = original
+    with _replacing:
+        original, tf.random.shuffle = tf.random.shuffle, shuffle  # Keras calls it while it builds the dataset
+        try:
+            return _keras_dataset(adapter)
+        finally:
+            tf.random.shuffle = original
 
 
 REPLACED = [(ArrayDataAdapter, "get_tf_dataset", _get_tf_dataset, {"defect": r"tf\.random\.shuffle\(indices\)"})]

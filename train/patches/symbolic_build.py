@@ -18,12 +18,19 @@ from keras.src.backend.tensorflow import trainer  # has no public name
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
 
+def _part(value: Any, replicas: int) -> keras.KerasTensor:
+    """Return the shape and type of a replica's part of a batch."""
+    size, *shape = value.shape
+    return keras.KerasTensor((-(-size // replicas), *shape), keras.backend.standardize_dtype(value.dtype))
+
+
 def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
     strategy = model._distribute_strategy
     if strategy is None:
         return
     if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
-        data_batch = iterator.data_adapter._first_batches[0]  # it yields each batch once
+        batch, replicas = iterator.data_adapter._first_batches[0], strategy.num_replicas_in_sync  # it yields each once
+        data_batch = tree.map_structure(lambda value: value if value is None else _part(value, replicas), batch)
     elif iterator is not None:
         for _, _, batches in iterator:
             data_batch = tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
@@ -31,11 +38,14 @@ def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = No
     with strategy.scope():
         _move_into_scope(optimizers_of(model), strategy)
         if type(model).call is not keras.Model.call:
-            model.get_metrics_result = dict  # of metrics that create their variables in `train_step`, too
             try:
                 model._symbolic_build(data_batch=data_batch)
-            finally:
-                del model.get_metrics_result
+            except AttributeError:  # of a metric that creates its variables in `train_step`: build without results
+                model.get_metrics_result = dict
+                try:
+                    model._symbolic_build(data_batch=data_batch)
+                finally:
+                    del model.get_metrics_result
         else:  # trained by its `train_step` alone, which Keras cannot call with symbolic tensors
             _build_optimizer(model, strategy.num_replicas_in_sync)
         _move_into_scope(model.metrics, strategy)

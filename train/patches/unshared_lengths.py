@@ -14,14 +14,18 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer  # has no public name
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
+from . import shared_orders
+
 _keras_init = trainer.TFEpochIterator.__init__
 
 
 def _init(iterator: Any, distribute_strategy: Any = None, *args: Any, **options: Any) -> None:
-    _keras_init(iterator, distribute_strategy, *args, **options)
-    adapter, known = iterator.data_adapter, iterator._num_batches and not iterator.steps_per_epoch
     several = isinstance(distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    if several and distribute_strategy.extended._in_multi_worker_mode() and known and _is_unshared(adapter):
+    several = several and distribute_strategy.extended._in_multi_worker_mode()
+    with shared_orders.dividing(several):
+        _keras_init(iterator, distribute_strategy, *args, **options)
+    adapter, known = iterator.data_adapter, iterator._num_batches and not iterator.steps_per_epoch
+    if several and known and _is_unshared(adapter):
         adapter._dataset = adapter._dataset.filter(lambda *_: True)  # only its length is read, which is unknown now
         iterator._num_batches = None
 
