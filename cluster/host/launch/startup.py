@@ -307,6 +307,10 @@ def _write_manifest(plan: Plan) -> None:
         "cluster": plan.cluster.to_json(),
         "tf_config": {task.name: tf_config.render(plan.cluster, task) for task in plan.cluster.tasks},
     }
+    before: dict[str, Any] = plan.run.load_manifest(value) if plan.resumes else value
+    script_before = before.get("config", {}).get("script_sha256")
+    if (before.get("own_code"), script_before) != (value["own_code"], named.get("script_sha256")):
+        print_lines("code: your code has changed since this run last started, and the run continues with the new code")
     write_json(plan.run.manifest, value)
 
 

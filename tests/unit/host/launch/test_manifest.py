@@ -22,7 +22,7 @@ def test_a_manifest_says_what_ran_and_how(stopped_run):
     assert {64} == {len(digest) for digest in found["locks"].values()}
 
 
-def test_a_manifest_holds_no_path_of_this_machine(stopped_run, theirs, tmp_path):
+def test_a_manifest_holds_no_path_and_changed_code_is_reported(stopped_run, theirs, tmp_path, capsys):
     run = stopped_run(name="scripted", workers=0, script=str(theirs))
     text = run.manifest.read_text()
     (tmp_path / "w.npz").touch()
@@ -32,8 +32,10 @@ def test_a_manifest_holds_no_path_of_this_machine(stopped_run, theirs, tmp_path)
     assert "fit.py" == config["script"]
     before = config["script_sha256"]
     theirs.write_text("print('goodbye')")
-    changed = stopped_run(name="changed", workers=0, script=str(theirs))
+    for _ in range(2):
+        changed = stopped_run(resume="scripted")
     assert before != changed.load_manifest()["config"]["script_sha256"]
+    assert 1 == capsys.readouterr().out.count("code: ")
 
 
 def test_outside_of_a_git_checkout_the_files_themselves_are_reported(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Random layers draw from their place in the training, which iterations of a loop share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import keras
