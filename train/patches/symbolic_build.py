@@ -2,9 +2,9 @@
 
 Defect: `TensorFlowTrainer._maybe_symbolic_build` averages the first batch over all replicas, which collectives refuse,
 and a model with a `train_step` but no `call` cannot be built at all. Keras issue 20585,
-docs/internals/upstream/keras-20585.md. The batches that it takes from a Python generator are lost
-to the training. Metrics and optimizers are those of a single replica if `compile` is called outside of the strategy's
-scope, which Keras 2 entered.
+docs/internals/upstream/keras-20585.md. The batches that it takes from a Python generator are lost to the training.
+Metrics and optimizers are those of a single replica if `compile` is called outside of the strategy's scope, which
+Keras 2 entered.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_every_script_patch_must_still_be_needed
 Not applied: if the source of `_maybe_symbolic_build` reduces nothing.
