@@ -227,10 +227,10 @@ def _label_shapes(labels: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def explain(error: Exception) -> RunFailed | None:
     """Translate TensorFlow's error about labels that the outputs have no class for; None for other errors."""
-    gathered = "SparseSoftmaxCrossEntropyWithLogits" in str(error)  # as deterministic operations compute the loss
-    if (gathered and re.search(r"\d is (not in|out of range) \[", str(error))) or "Received a label value" in str(
-        error
-    ):
+    text = str(error)
+    # As deterministic operations compute the loss.
+    gathered = "SparseSoftmaxCrossEntropyWithLogits" in text and re.search(r"\d is (not in|out of range) \[", text)
+    if gathered or "Received a label value" in text:
         return RunFailed("a label is not a class of the model's outputs, from 0 on; correct it, or --num-outputs")
     return None
 
