@@ -1,7 +1,5 @@
 """Training must give what plain Keras gives, or be refused: models and settings are drawn from a seed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

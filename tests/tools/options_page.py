@@ -3,8 +3,6 @@
 python -m tests.tools.options_page
 """
 
-from __future__ import annotations
-
 from benchmarks import documents
 from cluster.host.options.request import OPTIONS, Group
 from cluster.system.files import ROOT

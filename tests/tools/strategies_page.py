@@ -3,8 +3,6 @@
 python -m tests.tools.strategies_page
 """
 
-from __future__ import annotations
-
 import sys
 
 from benchmarks import documents

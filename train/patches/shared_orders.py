@@ -1,5 +1,7 @@
 """The tasks of a script draw one order of the arrays that `fit` shuffles, and take their parts of it.
 
+They warn of a `tf.data.Dataset` that each shuffles in another order: it is not known in time whether they divide it.
+
 Defect: each task draws another order and takes its part of that: an epoch has some examples twice and lacks others.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_an_epoch_of_shuffled_arrays_must_have_every_example_once
@@ -9,8 +11,10 @@ Not applied: to a `fit` that does not divide batches among tasks, to `shuffle="b
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +28,8 @@ _keras_dataset = ArrayDataAdapter.get_tf_dataset
 _divided = contextvars.ContextVar("divided", default=False)
 _numbers = itertools.count()
 _replacing = threading.Lock()
+READING = ("TFRecord", "TextLine", "FixedLength", "Interleave", "FlatMap")
+"""Datasets that may read files, which TensorFlow divides among tasks if it can."""
 
 
 @contextlib.contextmanager
@@ -34,6 +40,26 @@ def dividing(divided: bool) -> Iterator[None]:
         yield
     finally:
         _divided.reset(before)
+
+
+def draws_alone(dataset: tf.data.Dataset) -> bool:
+    """Whether each task shuffles this dataset in another order before it takes its part; not if tasks divide files."""
+    left, found = [dataset], False
+    while left:
+        current = left.pop()
+        if any(part in type(current).__name__ for part in READING):
+            return False
+        found |= type(current).__name__ == "_ShuffleDataset" and not int(current._seed) and not int(current._seed2)
+        left += current._inputs()
+    return found
+
+
+@functools.cache
+def warn() -> None:
+    """Warn, once, of a dataset that each task shuffles in another order."""
+    order = "each task shuffles this dataset in another order before it takes its part of it"
+    effect = "an epoch has some examples twice and lacks others"
+    print(f"warning: {order}: {effect}; give Dataset.shuffle a seed", file=sys.stderr, flush=True)
 
 
 def _get_tf_dataset(adapter: Any) -> tf.data.Dataset:

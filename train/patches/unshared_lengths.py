@@ -25,16 +25,15 @@ def _init(iterator: Any, distribute_strategy: Any = None, *args: Any, **options:
     with shared_orders.dividing(several):
         _keras_init(iterator, distribute_strategy, *args, **options)
     adapter, known = iterator.data_adapter, iterator._num_batches and not iterator.steps_per_epoch
-    if several and known and _is_unshared(adapter):
+    if not several or not isinstance(adapter, TFDatasetAdapter) or not isinstance(adapter._dataset, tf.data.Dataset):
+        return
+    policy = adapter._dataset.options().experimental_distribute.auto_shard_policy
+    if policy != tf.data.experimental.AutoShardPolicy.OFF:
+        if shared_orders.draws_alone(adapter._dataset):
+            shared_orders.warn()
+    elif known:
         adapter._dataset = adapter._dataset.filter(lambda *_: True)  # only its length is read, which is unknown now
         iterator._num_batches = None
-
-
-def _is_unshared(adapter: Any) -> bool:
-    if not isinstance(adapter, TFDatasetAdapter) or not isinstance(adapter._dataset, tf.data.Dataset):
-        return False
-    policy = adapter._dataset.options().experimental_distribute.auto_shard_policy
-    return bool(policy == tf.data.experimental.AutoShardPolicy.OFF)
 
 
 REPLACED = [(trainer.TFEpochIterator, "__init__", _init, {"fixed": "auto_shard_policy"})]

@@ -1,7 +1,5 @@
 """Every patch must name its defect, versions, test and the condition that disables it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of a script have the layers that Keras 3 hides from TensorFlow in lists, dictionaries and sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import keras

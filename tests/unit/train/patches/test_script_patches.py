@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support.measured import measured, measured_by_two
+from train.patches import shared_orders
 
 pytestmark = pytest.mark.extended
 
@@ -106,6 +108,13 @@ def test_no_batch_of_a_generator_must_be_lost(found):
 
 def test_an_epoch_of_shuffled_arrays_must_have_every_example_once(found):
     np.testing.assert_allclose([task["visits"] for task in found[:2]], 1)
+
+
+def test_a_dataset_that_each_task_shuffles_in_another_order_is_known(monkeypatch):
+    monkeypatch.setattr(shared_orders.context.context(), "_seed", None)
+    numbers, lines = tf.data.Dataset.range(4), tf.data.TextLineDataset("file")
+    datasets = (numbers.shuffle(4).batch(2), numbers.shuffle(4, seed=1), lines.shuffle(4), numbers)
+    assert [True, False, False, False] == [shared_orders.draws_alone(dataset) for dataset in datasets]
 
 
 @pytest.mark.parametrize(("what", "expected"), [("numbers", [np.float32(0.05), 0]), ("kept", True)])

@@ -1,7 +1,5 @@
 """The evaluator task: every new checkpoint once, over all generations, and nothing unreadable stops it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
