@@ -93,12 +93,7 @@ REFUSALS = (
     ),
     Refusal(
         "`--micro-batches` with `--loop fit` and BatchNormalization on several replicas",
-        lambda case: (
-            case.loop == "fit"
-            and case.micro_batches > 1
-            and case.replicas > 1
-            and not NORMALIZING.isdisjoint(case.layers)
-        ),
+        lambda case: case.loop == "fit" and case.micro_batches > 1 and case.replicas > 1 and _has(case, NORMALIZING),
         Case(0, strategy="mirrored", replicas=2, loop="fit", micro_batches=2, layers=("batch_norm",)),
     ),
     Refusal(

@@ -4,12 +4,13 @@ import time
 
 import pytest
 
+from cluster.contract.results import summary
 from cluster.contract.run.records import Summary
 from cluster.host.control import foreground
 from cluster.host.runtime import tensorboard
 from cluster.host.view import status
 from cluster.host.view.status import ended_lines, progress, read_status, status_table
-from cluster.system.json_files import write_json
+from cluster.system.json_files import read_json, write_json
 from tests.support.beats import LEDGER, beat, end, save
 
 PACE = {"step_ms": {"mean": 90.0, "median": 88.2}, "busy_share": 0.75, "input_share": 0.016}
@@ -135,6 +136,12 @@ def test_the_exit_code_reports_how_the_run_ended(exit_code, code):
     assert code == foreground.exit_code(failed)
     for state, expected in (("succeeded", 0), ("stopped", 130)):
         assert expected == foreground.exit_code(Summary.from_json({"state": state}))
+
+
+def test_a_run_that_claims_to_start_after_its_end_took_no_time(run):
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"time": time.time() + 60})
+    run.end("succeeded")
+    assert 0.0 == summary.write_summary(run, settle_s=0).wall_s
 
 
 @pytest.mark.parametrize(
