@@ -111,7 +111,9 @@ def warn_of_solitude() -> None:
 
 def install() -> None:
     """Install the finder and the hooks, and run the `sitecustomize` that this one hides."""
-    atexit.register(warn_of_solitude)
+    if "TF_CLUSTER_SCRIPT" not in os.environ:  # else the script has started this process
+        os.environ["TF_CLUSTER_SCRIPT"] = str(os.getpid())
+        atexit.register(warn_of_solitude)
     sys.meta_path.insert(0, KerasFinder)
     sys.excepthook = explain
     elsewhere = [entry for entry in sys.path if Path(entry).resolve() != HERE]
