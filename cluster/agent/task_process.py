@@ -128,9 +128,10 @@ class TaskProcess(ABC):
         Without one, return its last line, labelled as such, or None after a signal, which is explanation enough.
         """
         self._pump.join(1.0)
-        if (error := ends.find_error(self._lines, code)) or code < 0 or not self._lines:
+        lines = [line for line in self._lines if not line.startswith("warning: ")]  # such as those of the Keras hook
+        if (error := ends.find_error(lines, code)) or code < 0 or not lines:
             return error
-        return f"{processes.describe_exit(code)}, last line: {self._lines[-1].strip()}"
+        return f"{processes.describe_exit(code)}, last line: {lines[-1].strip()}"
 
 
 class Trainer(TaskProcess):

@@ -56,7 +56,8 @@ def error_of(tmp_path: Path, lines: str) -> tuple[int, str | None]:
             "sys.exit('error: the disk is full')",
             "the disk is full",
         ),
-        ("import os; os._exit(9)", "exit code 9, last line: step 2/50 epoch 0.20 loss"),
+        ("import atexit; atexit.register(print, 'warning: a'); raise ValueError('a bug')", "ValueError: a bug"),
+        ("import os; os.write(2, b'warning: a'); os._exit(9)", "exit code 9, last line: step 2/50 epoch 0.20 loss"),
         ("import os; os.kill(os.getpid(), 9)", None),
     ],
 )
