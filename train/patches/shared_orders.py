@@ -49,7 +49,8 @@ def draws_alone(dataset: tf.data.Dataset) -> bool:
         current = left.pop()
         if any(part in type(current).__name__ for part in READING):
             return False
-        found |= type(current).__name__ == "_ShuffleDataset" and not int(current._seed) and not int(current._seed2)
+        if type(current).__name__ == "_ShuffleDataset":
+            found |= [0, 0] == [tf.get_static_value(seed) for seed in (current._seed, current._seed2)]
         left += current._inputs()
     return found
 
