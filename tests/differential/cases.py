@@ -5,8 +5,6 @@ python -m tests.differential.cases FOLDER SEED ...         prints what came out 
 With ONEDNN=off for cases in half precision, as `up` decides.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 python -m tests.differential.compare FILE RUN RESULT
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

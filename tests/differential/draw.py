@@ -3,8 +3,6 @@
 Our trainer imports the file as a user's module; run as a program, it trains the same model with plain Keras.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The combinations that `up` refuses before any task starts, see docs/internals/differential.md, and names of cases."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Writes a case as a Python file: a user's module, and below it what plain Keras makes of the same model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

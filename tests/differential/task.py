@@ -1,7 +1,5 @@
 """A task's training program that SIGKILL ends once it has reported the step KILLED_AT."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 The program, the plan and its checks are those of `up`; only agents are missing, so this starts generations itself.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 python -m tests.tools.lock [--upgrade]
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -44,8 +44,7 @@ class _Specs:
             return function(labels, outputs)
 
         specs = _each_spec(
-            lambda spec: tf.TensorSpec([examples, *spec.shape[1:]], spec.dtype),
-            [self.labels, self.outputs, self.masks],
+            lambda spec: tf.TensorSpec([examples, *spec.shape[1:]], spec.dtype), [self.labels, self.outputs, self.masks]
         )
         return tf.function(masked, autograph=False).get_concrete_function(*specs)
 

@@ -190,11 +190,9 @@ def comparison_lines(value: dict[str, Any], runs: Sequence[RunFolder]) -> list[s
         for name, *cells in (*shown, *result):
             pairs = zip(value["runs"], cells, strict=True)
             text += [name, *columns([("", run, each) for run, each in pairs if each])]
-    text.append("")
     verdicts = {True: "identical, to the bit", False: "different", None: "not compared: one has no final weights"}
-    for pair in value["weights"]:
-        text.append(f"weights      {' and '.join(pair['runs'])}: {verdicts[pair['identical']]}")
-    return text
+    weights = [f"weights      {' and '.join(pair['runs'])}: {verdicts[pair['identical']]}" for pair in value["weights"]]
+    return [*text, "", *weights]
 
 
 def _cell(value: Any) -> str:

@@ -179,8 +179,7 @@ def _service(work: Workload, task: Task) -> dict[str, Any]:
     scratch = {own: SCRATCH_BYTES}
     if gpus:  # the engine's default of 64 MB is too small for NCCL's buffers
         scratch["/dev/shm"] = SHM_BYTES  # noqa: S108
-    for target, size in scratch.items():
-        service["volumes"].append({"type": "tmpfs", "target": target, "tmpfs": {"size": size}})
+    service["volumes"] += [{"type": "tmpfs", "target": path, "tmpfs": {"size": size}} for path, size in scratch.items()]
     limits: dict[str, Any] = {"pids": 4096}
     reservations: dict[str, Any] = {}
     if work.memory.task_bytes:

@@ -169,9 +169,8 @@ def _task_table(value: dict[str, Any], width: int | None = None) -> list[str]:
 def _script_table(value: dict[str, Any]) -> list[str]:
     lines = [f"{value['run']}  {value['state']}  {value['script']}", *filter(None, [value.get("queued")])]
     names = ("TASK", "STATE", "EXIT CODE", "RESTARTS", "AGE")
-    rows = []
-    for beat in value["tasks"]:
-        rows.append((beat["task"], beat["state"], cell(beat.get("exit_code")), beat["restarts"], _age(beat)))
+    tasks = value["tasks"]
+    rows = [(each["task"], each["state"], cell(each.get("exit_code")), each["restarts"], _age(each)) for each in tasks]
     lines += columns([names, *rows], right=range(2, len(names)))
     # The newest line of each task. A long line keeps its end, where progress bars have their figures.
     printed = value.get("printed", {})
@@ -270,8 +269,7 @@ def _failure(run: RunFolder, summary: Summary) -> list[str]:
     for name, code in summary.tasks.items():
         if name != cause.task and code:
             inside.append(f"{name}: {describe_exit(code)}, ended because of the other")
-    for restart in summary.restarts:
-        inside.append(f"restart {restart.generation}: {restart.task}, {restart.cause}")
+    inside += [f"restart {each.generation}: {each.task}, {each.cause}" for each in summary.restarts]
     at = time.strftime("%H:%M:%S", time.localtime(cause.time))
     how = describe_exit(cause.exit_code) if cause.exit_code and cause.task and not run.script else ""
     how = "" if str(cause.error).startswith(how) else f", {how}"

@@ -1,7 +1,5 @@
 """Records: what their annotations accept, and what survives being read and written again."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from enum import StrEnum
 from typing import Any
