@@ -157,7 +157,7 @@ class TrainConfig:
 
     check_replicas: int | str = timer.AUTO
     """When to compare the copies of the weights in all replicas, bit for bit, to detect silent corruption: `auto`
-    before every checkpoint, snapshot and export; a number also at this interval of optimizer steps; 0 never. If copies
+    with every checkpoint, snapshot and export; a number also at this interval of optimizer steps; 0 never. If copies
     differ, the faulty task is named, and the run continues from the previously saved state."""
 
     memory_snapshots: bool = True

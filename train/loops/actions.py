@@ -19,7 +19,6 @@ from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, Stop, every
 from train.model.gradients import GradientPolicy
 from train.saving.checkpoint import CheckpointManager, divergence_error
-from train.saving.snapshots import MemorySnapshots
 from train.saving.timer import Past, SaveTimer, parse_interval
 from train.telemetry.report import Report
 
@@ -184,26 +183,22 @@ class KeepSnapshot(Action):
     AHEAD_S = 10.0
     """Head start of the clock in seconds, so that snapshots can follow the first, short calls as well."""
 
-    def __init__(
-        self, snapshots: MemorySnapshots | None, checkpoint: CheckpointManager, prepare: Callable[[int], float]
-    ) -> None:
-        """`prepare` returns the seconds that it waited for slower tasks: no cost, as the next step would wait."""
-        self._snapshots, self._checkpoint, self._prepare = snapshots, checkpoint, prepare
+    def __init__(self, keep: Callable[[int], float]) -> None:
+        """`keep` returns the seconds that it waited for slower tasks: no cost, as the next step would wait."""
+        self._keep = keep
         self._began = time.monotonic() - self.AHEAD_S
         self._step_s = self._cost_s = self._spent_s = 0.0
 
     def due(self, steps: int) -> bool:
         """Whether a snapshot is due after `steps` further steps, by this task's clock."""
         passed_s = time.monotonic() - self._began + steps * self._step_s
-        return self._snapshots is not None and self._spent_s + self._cost_s <= self.SHARE * passed_s
+        return self._spent_s + self._cost_s <= self.SHARE * passed_s
 
     def after(self, progress: CallProgress) -> None:
         if not progress.compiled:
             self._step_s = progress.seconds / len(progress.result.losses)
-        if not progress.result.signals.snapshot or self._snapshots is None:
-            return
-        began = time.monotonic()
-        waited_s = self._prepare(progress.step)
-        self._checkpoint.keep_snapshot(progress.step, self._snapshots)
-        self._cost_s = time.monotonic() - began - waited_s
-        self._spent_s += self._cost_s
+        if progress.result.signals.snapshot:
+            began = time.monotonic()
+            waited_s = self._keep(progress.step)
+            self._cost_s = time.monotonic() - began - waited_s
+            self._spent_s += self._cost_s

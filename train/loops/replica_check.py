@@ -2,8 +2,8 @@
 
 Synchronous replicas apply the same update to the same weights, so all copies have the same bits unless a processor or a
 memory module has changed some (Dixit et al., "Silent Data Corruptions at Scale", arXiv:2102.11245). The copies are
-compared before every checkpoint and in-memory snapshot. If they differ, the run continues from the previously saved
-state.
+compared before every checkpoint and after every in-memory snapshot. If they differ, the run continues from the state
+that was saved before.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from cluster.system.files import remove
 from train.context import TaskContext
 from train.loops.loop import Action, CallProgress, Periodic, every
 from train.model.gradients import GradientPolicy
-from train.saving.snapshots import Gather, checksum, read_octets
+from train.saving.snapshots import Gather, MemorySnapshots, checksum, read_octets
 from train.saving.trees import unwrap
 
 
@@ -39,14 +39,20 @@ class ReplicasDiffer(ClusterError):
 class ReplicaCheck(Periodic):
     """Compares the copies of the variables, see `copied_variables`."""
 
-    def __init__(self, context: TaskContext, variables: Callable[[], Sequence[Any]], gather: Gather) -> None:
-        """Prepare comparisons with `gather`; `variables` returns the variables, of either Keras."""
+    def __init__(
+        self,
+        context: TaskContext,
+        variables: Callable[[], Sequence[Any]],
+        gather: Gather,
+        snapshots: MemorySnapshots | None = None,
+    ) -> None:
+        """`variables` returns the variables, of either Keras; `snapshots` of different copies are discarded."""
         spec, task, interval = context.spec, context.task.name, context.config.check_replicas
         self._active = spec.copies_weights and interval != 0
         super().__init__(every(interval if self._active and isinstance(interval, int) else 0))
         self._tasks = [member.name for member in spec.members] or [task]
         self._task, self._devices = task, spec.devices
-        self._variables, self._gather = variables, gather
+        self._variables, self._gather, self._snapshots = variables, gather, snapshots
         self._positions = context.positions
         self._compared_at = 0
         self._shortest_s = float("inf")
@@ -80,6 +86,8 @@ class ReplicaCheck(Periodic):
         named = [name for name, found in zip(self._tasks, numbers, strict=True) if found != common]
         if 2 * votes <= len(numbers) or not named:  # no majority, or a single task's copies differ
             named = self._tasks
+        if self._snapshots:
+            self._snapshots.discard(step)
         with contextlib.suppress(tf.errors.OpError):  # ending now would withhold this task's number from others
             self._gather(0)
         where = " and ".join(named)

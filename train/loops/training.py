@@ -1,5 +1,6 @@
 """Training with either loop: setup, restore, actions and end."""
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -83,9 +84,10 @@ class Training:
         self.callbacks = Callbacks(context, state, self.report, setup.rate) if state else None
         self._evaluate = Evaluate(context, self.report, new_evaluation, self.callbacks)
         # Every replica has a copy of these.
-        self._check = ReplicaCheck(context, lambda: copied_variables(context.model, setup.policy), setup.gather)
+        variables = functools.partial(copied_variables, context.model, setup.policy)
+        self._check = ReplicaCheck(context, variables, setup.gather, setup.snapshots)
         self.save = Save(context, self.report, checkpoint, first, self._prepare)
-        self.keep = KeepSnapshot(setup.snapshots, checkpoint, self._prepare)
+        self.keep = KeepSnapshot(self._keep_snapshot)
         # Under parameter servers the chief decides alone.
         self.agree: Callable[[steps.Signals], steps.Signals] = (
             (lambda signals: signals) if context.asynchronous else steps.agreement(context.gang)
@@ -93,8 +95,7 @@ class Training:
         """Collective function from this task's requests to the union of all tasks'; all call it at the same step."""
 
     def begin(self) -> None:
-        if not self.first:
-            self._check.compare(0, again=True)
+        self._check.compare(self.first, again=True)
         if self.callbacks:
             self.callbacks.begin(self.first, lambda: self._evaluate.catch_up(self.first))
         elif self.first and self._evaluate.next(self.first - 1) == self.first:
@@ -124,21 +125,28 @@ class Training:
             CallEpochs(context, self.callbacks, self._any_stops) if self.callbacks else None,
             self._check,
             self.save,  # last, to include changes by callbacks
-            self.keep if self._setup.snapshots else None,
+            self.keep,
         ]
         return [action for action in actions if action is not None]
 
-    def _prepare(self, step: int) -> float:
-        """Compare replicas and store callbacks' state before a save; return the seconds waited for slower tasks."""
-        waited_s = self._check.compare(step)
+    def _prepare(self, step: int) -> None:
+        """Compare replicas and store callbacks' state before a save."""
+        self._check.compare(step)
         if self.callbacks:
             self.callbacks.store_state()
-        return waited_s
+
+    def _keep_snapshot(self, step: int) -> float:
+        """Keep the state in memory; return the seconds waited for slower tasks."""
+        if self.callbacks:
+            self.callbacks.store_state()
+        if self._setup.snapshots:
+            self._setup.checkpoint.keep_snapshot(step, self._setup.snapshots)
+        return self._check.compare(step)  # last: if a task is lost in it, the others have their snapshots
 
     def request(self, count: int, until: int) -> steps.Signals:
         """Return the requests of this task, see `steps.Request`."""
         timer = self.save.timer
-        keep = self._context.chief and self.keep.due(until)
+        keep = self._context.chief and self._setup.snapshots is not None and self.keep.due(until)
         return steps.Signals(self._context.stop.is_set() or self._stops, timer.due(until), timer.brief(count), keep)
 
     @property

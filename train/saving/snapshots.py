@@ -94,7 +94,7 @@ class MemorySnapshots:
         if step is not None and step < max(self._gather(newest_saved)) and (not newest_good or step < newest_good()):
             step = None
         if step is None:
-            self._discard(held.values())
+            self.discard(0)
             return None
         content = _mapped(held[step]) if step in held else np.zeros(0, np.uint8)
         if any(step not in each for each in all_held):
@@ -102,13 +102,14 @@ class MemorySnapshots:
         if step not in held and self._has_room(content.size):
             _fill(min(self._files, key=_steps_of), content[: _HEADER.size].tobytes(), [content[_HEADER.size :].data])
         _assign_values(self._tree, _split(content))
-        self._discard(file for other, file in held.items() if other > step)
+        self.discard(step + 1)
         return step
 
-    def _discard(self, files: Iterable[int]) -> None:
-        """Discard snapshots of steps that will be repeated, or that a newer checkpoint replaces; a header remains."""
-        for file in files:
-            _fill(file, bytes(_HEADER.size), ())
+    def discard(self, first: int) -> None:
+        """Discard the snapshots of `first` and later steps; their empty headers remain."""
+        for file in self._files:
+            if _steps_of(file) >= first:
+                _fill(file, bytes(_HEADER.size), ())
 
     def _is_complete(self, file: int) -> bool:
         """Whether a file has a complete snapshot of these variables."""
@@ -183,8 +184,7 @@ def _fill(file: int, header: bytes, parts: Iterable[bytes | memoryview]) -> None
         stream.seek(0)  # all programs of the task share the position
         stream.write(bytes(_HEADER.size))
         stream.flush()
-        for part in parts:
-            stream.write(part)
+        stream.writelines(parts)
         stream.truncate()
         stream.seek(0)
         stream.write(header)

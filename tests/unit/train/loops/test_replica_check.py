@@ -143,6 +143,25 @@ def test_the_weights_are_compared_again_after_the_last_evaluation_and_before_cal
     assert [*compared, *written, call.report.end(9, stopped=False)] == done
 
 
+def test_a_snapshot_is_kept_before_the_comparison_in_which_a_task_may_be_lost():
+    training = MagicMock()
+    Training._keep_snapshot(training, 9)
+    kept = call._setup.checkpoint.keep_snapshot(9, training._setup.snapshots)
+    done = [each for each in training.mock_calls if "__" not in each[0]]
+    assert [call.callbacks.store_state(), kept, call._check.compare(9)] == done
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_snapshots_of_copies_that_differ_are_discarded(restored):
+    """Also if the program that kept them was lost before it compared them, and another restored them."""
+    kept = MagicMock()
+    check = ReplicaCheck(context_of(), list, lambda own: [own, own, own + 1], kept)
+    training = SimpleNamespace(_check=check, first=3)
+    with pytest.raises(ReplicasDiffer):
+        Training.begin(training) if restored else check.compare(3)  # type: ignore[arg-type]
+    kept.discard.assert_called_once_with(3)
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_no_task_ends_before_all_others_have_the_numbers(lost):
     gathered = []
