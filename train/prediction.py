@@ -137,6 +137,8 @@ def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str,
     _, height, width, channels = shape
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):  # conversion would cut its values off at 255
+                raise UsageError(f"--image {path}: its pixels have more than 8 bits; save it with 8")
             upright = ImageOps.exif_transpose(image)
             resized = upright.convert("L" if channels == 1 else "RGB").resize((width, height))
     except OSError as error:

@@ -119,6 +119,9 @@ def test_images_are_pixels_in_the_type_of_the_input(make_run, tmp_path, monkeypa
     export.export(keras.Model(inputs, keras.layers.Flatten()(inputs)), run.export, (2, 3, 1), None)
     shown = [line.strip() for line in predict(run, tmp_path / "photo.png")]
     assert ["7" if at == 2 else "200" for at in range(6)] == shown
+    Image.new("I;16", (3, 2), 200 * 257).save(tmp_path / "deep.png")
+    with pytest.raises(UsageError, match="more than 8 bits"):
+        predict(run, tmp_path / "deep.png")
     (booleans := tmp_path / "features.bin").write_bytes(bytes([0, 1] * 6))
     for data in (WithData(Leaf((2, 3, 1), "float32"), ()), WithData(Leaf((2, 3, 1), "uint8"), (), booleans)):
         monkeypatch.setattr(prediction, "_open_source", lambda *_, data=data: data)
