@@ -153,28 +153,46 @@ def _check_positions(where: str, specs: _Specs, function: Callable[..., Any]) ->
             f"{where} returns {few} for {EXAMPLES} examples, as {specs} broadcast to all pairs of examples; give both "
             "the same shape, such as by labels[:, None]"
         )
+    if _averages_pairs(specs, function):
+        raise UsageError(
+            f"{where} averages over all pairs of examples, to which {specs} broadcast; give both the same number of "
+            "axes, as tf.reshape does"
+        )
 
 
-def _depends_on_others(specs: _Specs, loss: Callable[..., Any]) -> bool:
-    """Whether the loss of an example depends on the other examples of a batch, tested with random numbers."""
+def _averages_pairs(specs: _Specs, function: Callable[..., Any]) -> bool:
+    """Whether examples depend on each other, but no longer once what is `[B]` is given as `[B, 1]`."""
+    flat = tf.nest.flatten([specs.labels, specs.outputs])
+    if all(spec is None or spec.shape.rank != 1 for spec in flat):
+        return False
+
+    def as_column(spec: tf.TensorSpec) -> tf.TensorSpec:
+        return tf.TensorSpec([EXAMPLES, *(spec.shape[1:].as_list() or [1])], spec.dtype)
+
+    columns = _Specs(_each_spec(as_column, specs.labels), _each_spec(as_column, specs.outputs), specs.masks)
+    return bool(_depends_on_others(specs, function)) and _depends_on_others(columns, function) is False
+
+
+def _depends_on_others(specs: _Specs, loss: Callable[..., Any]) -> bool | None:
+    """Whether the loss of an example depends on the other examples of a batch, tested with numbers; None: unknown."""
     random = np.random.default_rng(0)
 
     def drawn(spec: Any) -> Any:
         size = [3, *spec.shape[1:]]
         return tf.constant(
-            random.normal(size=size) if spec.dtype.is_floating else random.integers(0, 2, size), spec.dtype
+            random.normal(size=size) if spec.dtype.is_floating else np.indices(size).sum(0) % 2, spec.dtype
         )
 
     def first(*places: int) -> float:
         """Return the loss of the first of some of the examples."""
         return float(loss(*_each_spec(lambda all_3: tf.gather(all_3, places), three))[0])
 
-    three = _each_spec(drawn, [specs.labels, specs.outputs])
     try:
+        three = _each_spec(drawn, [specs.labels, specs.outputs])
         one, other = first(0, 1), first(0, 2)
     except BaseException:  # it may accept only some numbers
-        return False
-    return math.isfinite(one) and not math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
+        return None
+    return None if not math.isfinite(one) else not math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
 
 
 def _described(specs: Named, *, dtype: bool = True) -> str:

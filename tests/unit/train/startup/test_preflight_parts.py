@@ -142,6 +142,10 @@ def of_pairs(labels: Any, outputs: Any) -> Any:
     return tf.square(tf.cast(labels, tf.float32) - outputs[:, :1])
 
 
+def of_pair_means(labels: Any, outputs: Any) -> Any:
+    return tf.reduce_mean(of_pairs(labels, outputs), -1)
+
+
 def of_batch(labels: Any, outputs: Any) -> Any:
     each = entropy(labels, tf.nn.softmax(outputs))
     return each / tf.reduce_sum(each)
@@ -218,7 +222,7 @@ IGNORING = {"loss": "tried_parts:ignoring"}
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Tries a model of the above on some replicas."""
-    losses = (of_pairs, of_batch, entropy, fails, ignoring, of_sequence, of_masked_sequence)
+    losses = (of_pairs, of_pair_means, of_batch, entropy, fails, ignoring, of_sequence, of_masked_sequence)
     module = own_module.put(monkeypatch, "tried_parts", **MODELS, **{loss.__name__: loss for loss in losses})
     module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
     module.of_classes = lambda labels, outputs: tf.reduce_mean(outputs, 0)
@@ -277,6 +281,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("of_two", {"loss": "tried_parts:of_second"}, {"loss": "tried_parts:of_sequence"}, "--loss .* mask"),
         ("of_two", MASKED, MASKED | {"micro_batches": 2}, "--loss .* mask"),
         ("normalized", {}, {"loss": "tried_parts:of_pairs"}, "all pairs of examples"),
+        ("normalized", {"loss": "tried_parts:of_batch"}, {"loss": "tried_parts:of_pair_means"}, "averages over all"),
         ("normalized", {}, {"metrics": "tried_parts:metrics"}, "all pairs of examples"),
     ],
 )
