@@ -61,10 +61,19 @@ def new_evaluation(
         return strategy.reduce("SUM", totals, axis=None) if strategy else totals
 
     def measure() -> dict[str, float]:
-        losses = getattr(model, "_get_regularization_losses", lambda: model.losses)  # tf_keras has these outside calls
-        return summarize(evaluate_all().numpy(), objective, sum(float(term) for term in losses()))
+        totals_N2M = evaluate_all().numpy()
+        return summarize(totals_N2M, objective, sum(float(term) for term in _regularization_losses(model)))
 
     return measure
+
+
+def _regularization_losses(model: keras.Model) -> list[tf.Tensor]:
+    """Return the losses of the regularizers of weights, without those that layers add in `call`."""
+    if hasattr(model, "_get_regularization_losses"):
+        return model._get_regularization_losses()
+    # The `losses` of tf_keras also have the tensors of the calls in graphs, which have no value here.
+    losses = [loss() for layer in model._flatten_layers() for loss in layer._callable_losses]
+    return [loss for loss in losses if loss is not None]
 
 
 def add_totals(

@@ -135,6 +135,16 @@ def test_what_a_layer_draws_at_inference_is_the_same_in_each_evaluation(tmp_path
 
 
 @pytest.mark.slow
+def test_an_evaluation_of_tf_keras_includes_the_regularizers_of_weights_alone(tmp_path):
+    source, layer = small_training.prepare(tmp_path), tf_keras.layers.Dense(1, None, True, "ones", "ones", "l2")
+    layer.activity_regularizer = tf_keras.regularizers.L2(0.5)
+    model = tf_keras.Sequential([tf_keras.layers.Flatten(), layer])
+    loss = objectives.Averaged(lambda _labels, outputs: 0 * outputs)
+    results = new_evaluation(None, model, objectives.Objective(loss, loss, "mean"), source, 500)()
+    assert pytest.approx(0.01 * layer.kernel.shape[0]) == results["eval_loss"]
+
+
+@pytest.mark.slow
 def test_no_output_of_a_transformer_depends_on_a_later_token():
     model = transformer_lm((6,), 11, layers=2, width=8, heads=2)
     tokens = np.array([[1, 2, 3, 4, 5, 6]], np.int32)
