@@ -368,9 +368,6 @@ def _take_uninitialized() -> list[keras.Variable]:
 
 def leave_without_value(variable: keras.Variable) -> None:
     """Make a variable a handle without a value."""
-    if not type(variable._initializer).__module__.startswith("keras."):
-        # Call it, as it may draw from a shared generator; Keras's initializers have separate seeds.
-        variable._initializer(variable.shape, dtype=variable.dtype)
     handle = UninitializedVariable(
         trainable=variable.trainable, name=variable.name, shape=variable.shape, dtype=variable.dtype
     )

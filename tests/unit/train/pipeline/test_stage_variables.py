@@ -15,6 +15,7 @@ from train import patches
 from train.config import TrainConfig
 from train.model import export, initial_weights
 from train.model.architectures import transformer_lm
+from train.patches import placed_seeds
 from train.pipeline.stage_models import TaskStages, to_restore
 from train.saving import saved_weights, trees
 from train.saving.checkpoint import CheckpointManager
@@ -78,6 +79,21 @@ def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path,
         assert [each.path for each in own] == [each.path for each in weights]
         slots = [each for each in holder.optimizer._momentums if each.value.is_initialized()]
         assert len(slots) == len(own) < len(holder.model.trainable_variables)
+
+
+def test_initializers_that_share_a_generator_draw_as_on_one_device(monkeypatch):
+    def drawing() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        dense = [keras.layers.Dense(4, kernel_initializer=keras.random.normal) for _ in range(3)]
+        return keras.Sequential([keras.Input((4,)), *dense])
+
+    patches.apply()
+    monkeypatch.setattr(placed_seeds, "_unseeded", [keras.random.SeedGenerator(1)])  # as in a task
+    expected, cluster = drawing(), spec.build(workers=1, strategy="pipeline", pipelines=1, devices=1)
+    tasks = [TaskStages(cluster, task, CONFIG, None).build(drawing) for task in cluster.tasks]
+    for weight, *built in zip(expected.weights, *(model.weights for model in tasks), strict=True):
+        (value,) = (each for each in built if each.value.is_initialized())
+        np.testing.assert_array_equal(weight, value)
 
 
 @pytest.mark.extended
