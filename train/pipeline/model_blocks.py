@@ -1,6 +1,7 @@
 """A Keras model as a chain of blocks: where it can be cut, the cost of each block, and the model of each stage.
 
 A model can be cut where exactly one tensor crosses, before a layer with weights; a mask of the tensor crosses with it.
+The tensor has a row for each example: without one, as after `keras.ops.reshape(x, (-1, 8))`, no stage knows its size.
 Operations that a compiler may fuse with the layer before them (activations, additions, batch normalization) stay in the
 same stage, because a cut there would change bits. Stages can share a layer's weights, but not its state, such as
 averages of batch normalization.
@@ -66,10 +67,11 @@ def split_model(model: keras.Model) -> list[ModelBlock]:
             f"--strategy pipeline needs known shapes, and the shape of the output of {unknown[0]!r} is unknown; build "
             "the model from the feature shape that its function receives"
         )
-    masks = _find_masks(model, nodes)
+    masks, without_rows = _find_masks(model, nodes)
     cuts = [(0, model.inputs[0])]
     cuts += [(at, crossing) for at in range(1, len(nodes)) if (crossing := _cut_before(nodes, at, model)) is not None]
     cuts = [cut for cut in cuts if masks.get(id(cut[1]), 0) in (0, len(cut[1].shape) - 1)]
+    cuts = [cut for cut in cuts if id(cut[1]) not in without_rows]
     cuts.append((len(nodes), model.outputs[0]))
     return [
         ModelBlock(tuple(nodes[first:last]), inputs, outputs, id(inputs) in masks, id(outputs) in masks)
@@ -206,12 +208,14 @@ def _sorted_nodes(model: keras.Model) -> list[Any]:
     return [node for node in nodes if not node.is_input]
 
 
-def _find_masks(model: keras.Model, nodes: Sequence[Any]) -> dict[int, int]:
-    """Return the ranks of the masks that tensors have when the model is called, by the tensors' ids.
+def _find_masks(model: keras.Model, nodes: Sequence[Any]) -> tuple[dict[int, int], set[int]]:
+    """Return the ranks of the masks that tensors have when the model is called, and which have no row per example.
 
-    Keras's symbolic tensors do not show them all: a layer that returns its inputs returns their mask, too.
+    Both by the tensors' ids. Keras's symbolic tensors do not show them all: a layer that returns its inputs returns
+    their mask, too.
     """
-    ranks: dict[int, int] = {}
+    ranks, without_rows = dict[int, int](), set[int]()
+    zeros_shape = [model.inputs[0].shape[0] or 2, *model.inputs[0].shape[1:]]
     order = iter(nodes)
 
     def call_and_record(operation: Any, *inputs: Any, **options: Any) -> Any:
@@ -219,12 +223,13 @@ def _find_masks(model: keras.Model, nodes: Sequence[Any]) -> dict[int, int]:
         for symbolic, output in zip(next(order).output_tensors, tf.nest.flatten(outputs), strict=True):
             if (mask := mask_of(output)) is not None:
                 ranks[id(symbolic)] = mask.shape.rank
+            if not output.shape[:1].is_compatible_with(zeros_shape[:1]):
+                without_rows.add(id(symbolic))
         return outputs
 
-    zeros_shape = [model.inputs[0].shape[0] or 1, *model.inputs[0].shape[1:]]
     with tf.__internal__.FuncGraph("masks").as_default(), ObservingScope():
         model._run_through_graph([tf.zeros(zeros_shape, model.inputs[0].dtype)], call_fn=call_and_record)
-    return ranks
+    return ranks, without_rows
 
 
 class ObservingScope(keras.StatelessScope):

@@ -59,6 +59,11 @@ def normalized(frozen=False):
     return keras.Sequential([keras.Input((6,)), nested, dense("last", 11)])
 
 
+def joined():
+    join, split = (keras.layers.Lambda(lambda x, size=size: keras.ops.reshape(x, (-1, size))) for size in (4, 8))
+    return keras.Sequential([keras.Input((8,)), join, *map(dense, ("first", "second")), split, dense("last")])
+
+
 class Moving(keras.layers.Dense):
     def call(self, inputs):
         self.bias.assign(0.9 * self.bias)
@@ -126,6 +131,7 @@ def test_the_tasks_take_the_recorded_cut_if_the_number_of_stages_is_the_same(tmp
         (not_a_chain, {}, 2, "'first' and 'features'"),
         (tied, {"schedule": "pipedream", "cut": "hidden"}, 2, "'embedding/embeddings'"),
         (scaled, {}, 2, "Scaled overrides call"),
+        (joined, {}, 3, "2 blocks"),
         (lambda: keras.Model(inputs := keras.Input((6,)), {"head": dense("last")(inputs)}), {}, 2, "not a dictionary"),
         (lambda: keras.Sequential([keras.Input((6,)), dense("first"), Moving(2, name="moving")]), {}, 2, "moving/bias"),
     ],
