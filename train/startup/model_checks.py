@@ -60,7 +60,7 @@ def check_parts(
 
     new_model = functools.partial(models.build_configured, config, source.feature_shape, source.num_outputs)
     partition: dict[str, Any] = {}
-    num_parts = max(replicas * config.micro_batches, config.bitwise_elastic)
+    num_parts = max(batch_divisor * config.micro_batches, config.bitwise_elastic)
     if stages:
         patches.apply()
         tf.config.threading.set_intra_op_parallelism_threads(config.threads)

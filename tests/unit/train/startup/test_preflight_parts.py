@@ -255,7 +255,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     ("model", "taken", "refused", "named"),
     [
         ("inside", {}, {"replicas": 2, "divisor": 1}, "^--global-batch: .* 4 examples"),
-        ("inside", {}, {"replicas": 2}, r"keeps.kept\['a'\]\[0\]"),
+        ("inside", {"replicas": 2, "divisor": 1, "global_batch": 2}, {"replicas": 2}, r"keeps.kept\['a'\]\[0\]"),
         ("summed", {"replicas": 2}, {"micro_batches": 2}, "keeps.kept"),
         ("conditional", {}, {"replicas": 2}, "/seen"),
         ("plain", {"optimizer": ACCUMULATING}, {"optimizer": ACCUMULATING, "replicas": 2}, "gradient_accumulation"),
@@ -330,7 +330,7 @@ COMPARED = "depends on the others of its batch"
         ("moving", {"replicas": 2}, "assigns the weight"),
         ("normalized", {"loss": "tried_parts:of_batch", "replicas": 2}, COMPARED),
         ("normalized", {"loss": "tried_parts:of_batch", "micro_batches": 2}, COMPARED),
-        ("normalized", {"loss": "tried_parts:of_batch"}, ""),
+        ("normalized", {"loss": "tried_parts:of_batch", "replicas": 2, "divisor": 1, "global_batch": 2}, ""),
         ("normalized", {"replicas": 2}, ""),
     ],
 )
