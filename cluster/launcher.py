@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ def main() -> NoReturn:
     data = os.environ.get("DATA_DIR") or str(cache / "data")
     os.environ.update(INVOKED_AS="tf-cluster", RUNS_DIR=runs, DATA_DIR=data)
     python = str(venv / "bin" / "python")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the task can report it
     os.execv(python, [python, str(code / "tasks.py"), *sys.argv[1:]])  # noqa: S606  # on purpose without a shell
 
 

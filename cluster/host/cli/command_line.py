@@ -171,6 +171,7 @@ def _ended(body: Callable[..., Any], arguments: tuple[Any, ...], options: dict[s
     """Run a task; return the `Exit` to raise for its error or exit code, or None."""
     message = None
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `tf-cluster` blocks it while this is imported
         normalise_environment()
         code = body(*arguments, **options)
         return None if code is None else Exit(code=code)

@@ -112,6 +112,16 @@ def test_the_command_of_a_checkout_without_an_environment_names_make_setup(tmp_p
     assert 1 == len(done.stderr.splitlines())
 
 
+def test_an_interrupt_while_the_tasks_are_imported_is_reported_by_the_task(sources):
+    (venv := sources / ".venv" / "bin").mkdir(parents=True)
+    (venv.parent / ".host").touch()
+    (venv / "python").write_text(f'#!/bin/sh\nkill -INT $$\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (venv / "python").chmod(0o755)
+    done = subprocess.run([sys.executable, sources / "cluster" / "launcher.py", "runs"], capture_output=True, text=True)
+    shutil.rmtree(venv.parent)
+    assert (130, "interrupted\n") == (done.returncode, done.stderr)
+
+
 def test_the_command_of_a_checkout_runs_with_an_old_python(sources):
     older = "import collections.abc, os, runpy\ndel os._Environ.__ior__, collections.abc.Iterable.__class_getitem__\n"
     launched = f"{older}os.execv = print\nrunpy.run_path('cluster/launcher.py', run_name='__main__')"
