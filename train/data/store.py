@@ -116,8 +116,8 @@ def disk_errors(data_dir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in DISK_FULL:
             raise RunFailed(
-                f"the disk of {data_dir} is full ({error.strerror}); free space there or use another folder: --data-dir"
+                f"the disk of {data_dir} is full ({error.strerror}); free space, or set DATA_DIR to another disk"
             ) from None
         raise UsageError(
-            f"{error.filename or data_dir} cannot be used ({error.strerror}); name another folder: --data-dir"
+            f"{error.filename or data_dir} cannot be used ({error.strerror}); set DATA_DIR to another folder"
         ) from None

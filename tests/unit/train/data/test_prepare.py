@@ -163,7 +163,7 @@ def test_an_unknown_name_starts_nothing(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "data").write_text("a file")
-    with pytest.raises(UsageError, match=r"data cannot be used \(File exists\); name another folder: --data-dir"):
+    with pytest.raises(UsageError, match=r"data cannot be used \(File exists\); set DATA_DIR to another folder"):
         run(tmp_path / "data", web=Fetcher())
 
 
