@@ -72,7 +72,7 @@ def _parse(base: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
         # A title, the problem and advice, separated by rules.
         parts = [re.sub(r"[^\x21-\x7e]+", " ", part).strip() for part in re.split(r"[-\u2500]{4,}", output.getvalue())]
         problem = next(filter(None, parts[1:]), parts[0])
-        raise UsageError(f"override {' '.join(overrides)!r}: {problem}; see `python -m train --help`") from None
+        raise UsageError(f"override {' '.join(overrides)!r}: {problem}; see `{COMMAND} up -- --help`") from None
 
 
 def flat_settings(config: TrainConfig) -> dict[str, Any]:

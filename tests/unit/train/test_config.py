@@ -112,7 +112,7 @@ def test_a_value_out_of_range_is_refused_with_the_range(option, value):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ("--epochs three", "^override .*'three'"),
+        ("--epochs three", "^override .*'three'; see `invoke up -- --help`$"),
         ("--epochs", "^override .*--epochs"),
         ("500", "^override .*500"),
         ("--preset mnist", "^override .*--preset"),
