@@ -29,7 +29,7 @@ from cluster.host.options import run_file
 from cluster.host.view import interrupts
 from cluster.system.errors import UsageError
 from cluster.system.files import ROOT
-from cluster.system.messages import short_path
+from cluster.system.messages import COMMAND, short_path
 
 
 @takes_request(has_dry_run=True)
@@ -55,7 +55,7 @@ def plan(c, request, write="", json=False):
     show(describe_plan(planned), lambda value: plan_lines(value) + memory_lines(value["memory"]), as_json=json)
     if write:
         path = run_file.write_run_file(write, request, planned.config)
-        print(f"wrote {short_path(path)}: invoke up --file {write}", file=sys.stderr)
+        print(f"wrote {short_path(path)}: {COMMAND} up --file {write}", file=sys.stderr)
 
 
 @task()

@@ -164,7 +164,8 @@ def test_a_command_ignores_the_machine_s_options_of_a_file_but_not_what_trains(t
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
+def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("INVOKED_AS", "tf-cluster")
     (tmp_path / "neighbor.py").write_text("from train.presets.fashion_mnist import preset\n")
     (tmp_path / "run.toml").write_text("preset = 'neighbor:preset'\nworkers = 3\n")
     given = ["--name=one", "--workers=1", "--runtime=local", "--env=A=1", "--checkpoint-every=30s"]
@@ -172,6 +173,7 @@ def test_the_plan_of_a_written_file_is_the_plan_that_wrote_it(tmp_path):
     run_toml, written = (str(tmp_path / name) for name in ("run.toml", "written.toml"))
     first = invoke("plan", "--json", "--file", run_toml, "--write", written, *given, *words)
     again = invoke("plan", "--json", "--file", written)
+    assert f": tf-cluster up --file {written}" in first.stderr
     plans = [json.loads(each.stdout) for each in (first, again)]
     assert "neighbor:preset" == plans[0]["config"]["preset"]
     for plan in plans:
