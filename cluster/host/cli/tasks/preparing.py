@@ -6,7 +6,8 @@ from cluster.host import kubernetes
 from cluster.host.cli.command_line import shell, show, takes_request, task
 from cluster.host.image import images
 from cluster.host.launch import startup
-from cluster.system.errors import EXIT_DONE, EXIT_FAILED
+from cluster.system.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from cluster.system.messages import COMMAND
 from cluster.system.terminal import error_text
 
 
@@ -52,6 +53,8 @@ def prepare(c, name="fashion_mnist", fresh=False):
 @task(has_dry_run=True)
 def examine(c, name="", num_outputs="", fresh=False):
     """Call a dataset function and check what it returns, as `up -- --source function` does."""
+    if not name:
+        raise UsageError(f"the function is missing: `{COMMAND} data.examine --name mine:data`")
     words = ["--num-outputs", num_outputs] if num_outputs else []
     shell(c)(startup.data_command("examine", name, *words, *(["--fresh"] if fresh else [])))
 

@@ -46,6 +46,7 @@ def test_a_failure_in_either_part_of_the_tests_is_reported_after_both(exited, ex
     assert (expected, 2) == (code, len(parts))
     assert (2, 1) == (what_test_runs(2)[0], len(what_test_runs(2)[1]))  # interrupted, it goes no further
     assert 2 == refusal("test", MockContext(), all=True, fast=True)[0]
+    assert "data.examine --name mine:data" in refusal("data.examine", MockContext())[1]
 
 
 @pytest.mark.parametrize("task", ["evaluate", "export", "predict"])
