@@ -280,11 +280,14 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
 
 
 def estimate_memory(plan: Plan) -> dict[str, Any] | None:
-    """Return the memory of each task against its limit, as in `invoke plan --json`; None for a script or a pipeline."""
-    if plan.payload.script or plan.cluster.kind.staged:
+    """Return the memory of each task against its limit, as in `invoke plan --json`; None if it is not estimated."""
+    if plan.payload.script:
         return None
-    if not plan.data and ":" not in plan.config["dataset"]:  # a user's data is never called ready, see `describe_ready`
-        return {"unknown": f"{plan.config['dataset']} is not prepared; `{COMMAND} data.prepare` or `up` does that"}
+    dataset = plan.config["dataset"]
+    if not plan.data and ":" not in dataset:  # a user's data is never called ready, see `describe_ready`
+        return {"unknown": f"{dataset} is not prepared; `{COMMAND} data.prepare --name {dataset}` or `up` does that"}
+    if plan.cluster.kind.staged:
+        return None
     try:
         print_wait("counting what the model holds in memory")
         sizes = configuration.measure_model(plan.config, plan.cluster, plan.payload.trial_environment())

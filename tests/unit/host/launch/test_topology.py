@@ -8,7 +8,7 @@ import pytest
 from cluster.contract import compatibility, spec
 from cluster.contract.run import launch_records
 from cluster.host.launch import planning
-from cluster.host.launch.plan import Plan
+from cluster.host.launch.plan import Plan, estimate_memory
 from cluster.host.launch.planning import build_cluster, check_elastic_batch
 from cluster.host.launch.resuming import inherit_topology
 from cluster.host.nvidia import Placement
@@ -58,6 +58,11 @@ def test_a_stream_is_refused():
     compatibility.check_stages(cluster(stages=2), STAGED)
     with pytest.raises(UsageError):
         compatibility.check_stages(cluster(stages=2), STAGED | {"source": "stream"})
+
+
+def test_a_plan_names_the_command_that_prepares_its_data():
+    planned: Any = SimpleNamespace(payload=SimpleNamespace(script=""), data="", config={"dataset": "mnist"})
+    assert "`invoke data.prepare --name mnist`" in (estimate_memory(planned) or {})["unknown"]
 
 
 def test_what_each_stage_does_by_itself_is_accepted():
