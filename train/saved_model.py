@@ -21,7 +21,7 @@ from cluster.contract.compatibility import precision_of
 from cluster.contract.recovery import checkpoint_files
 from cluster.contract.run.folder import RunFolder
 from cluster.system import terminal
-from cluster.system.errors import ClusterError, PrerequisiteError, RunFailed
+from cluster.system.errors import EXIT_INTERRUPTED, ClusterError, PrerequisiteError, RunFailed
 from cluster.system.json_files import DISK_FULL, read_json
 from cluster.system.messages import plain
 from cluster.system.terminal import print_lines
@@ -167,7 +167,10 @@ def _restore(
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:  # the task that started this reports it
+        code = EXIT_INTERRUPTED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # otherwise TensorFlow waits indefinitely for a batch from Python at interpreter exit

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -47,6 +48,13 @@ def test_an_export_that_cannot_be_written_is_one_line(make_run, tmp_path, monkey
     monkeypatch.setattr(export, "export", Mock(side_effect=error))
     with pytest.raises(raised):
         saved_model.export(make_run(workers=0), tmp_path)
+
+
+def test_an_interrupted_command_ends_without_a_traceback(monkeypatch):
+    monkeypatch.setattr("argparse.ArgumentParser.parse_args", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("os._exit", exited := Mock())
+    runpy.run_path(saved_model.__file__, run_name="__main__")
+    exited.assert_called_once_with(130)
 
 
 def test_each_export_is_the_next_version_of_a_served_model(tmp_path):
