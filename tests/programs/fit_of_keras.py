@@ -21,7 +21,8 @@ random = np.random.default_rng(0)
 X = random.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
 Y = random.integers(0, 3, EXAMPLES)
 WEIGHTS = random.uniform(0, 2, EXAMPLES).astype(np.float32)
-
+SIGNATURE = tf.TensorSpec((FEATURES,)), tf.TensorSpec((), tf.int64)
+"""Of an example."""
 
 OVERFLOWS = np.ones(EXAMPLES, np.float32)
 OVERFLOWS[BATCH - 1] = 1e36  # of the second task's part of the first batch, times the first scale
@@ -248,6 +249,8 @@ def main(result: Path) -> None:
     found["without_call"] = without_call(scope)
     found["evaluate"] = model.evaluate(data(), verbose=0)
     found["generated"] = model.evaluate((X[at : at + BATCH], Y[at : at + BATCH]) for at in range(0, EXAMPLES, BATCH))
+    streamed = tf.data.Dataset.from_generator(iter([*zip(X, Y, strict=True)]).__iter__, output_signature=SIGNATURE)
+    found["streamed"] = model.evaluate(streamed.batch(BATCH), verbose=0)
     found["kept"] = kept(scope)
     found["unshared"] = model.evaluate(unshared(longer=False), verbose=0)
     found["longer"] = trained(scope, unshared(longer=True), epochs=2)

@@ -2,7 +2,8 @@
 
 Defect: `TensorFlowTrainer._maybe_symbolic_build` averages the first batch over all replicas, which collectives refuse,
 and a model with a `train_step` but no `call` cannot be built at all. Keras issue 20585,
-docs/internals/upstream/keras-20585.md. The batches that it takes from a Python generator are lost to the training.
+docs/internals/upstream/keras-20585.md. The batches that it takes from a Python generator, or from a dataset that
+reads one, are lost to the training, and `Dataset.shuffle` with a seed begins with the order of its second epoch.
 Metrics and optimizers are those of a single replica if `compile` is called outside of the strategy's scope, which
 Keras 2 entered.
 Versions: Keras 3.15.1.
@@ -15,40 +16,38 @@ from typing import Any
 import keras
 from keras import tree
 from keras.src.backend.tensorflow import trainer  # has no public name
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-
-
-def _part(value: Any, replicas: int) -> keras.KerasTensor:
-    """Return the shape and type of a replica's part of a batch."""
-    size, *shape = value.shape
-    return keras.KerasTensor((-(-size // replicas), *shape), keras.backend.standardize_dtype(value.dtype))
 
 
 def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
     strategy = model._distribute_strategy
     if strategy is None:
         return
-    if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
-        batch, replicas = iterator.data_adapter._first_batches[0], strategy.num_replicas_in_sync  # it yields each once
-        data_batch = tree.map_structure(lambda value: value if value is None else _part(value, replicas), batch)
-    elif iterator is not None:
-        for _, _, batches in iterator:
-            data_batch = tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
-            break
     with strategy.scope():
         _move_into_scope(optimizers_of(model), strategy)
-        if type(model).call is not keras.Model.call:
-            try:
-                model._symbolic_build(data_batch=data_batch)
-            except AttributeError:  # of a metric that creates its variables in `train_step`: build without results
-                model.get_metrics_result = dict
-                try:
-                    model._symbolic_build(data_batch=data_batch)
-                finally:
-                    del model.get_metrics_result
-        else:  # trained by its `train_step` alone, which Keras cannot call with symbolic tensors
+        if type(model).call is keras.Model.call:  # trained by its `train_step`, which takes no symbolic tensors
             _build_optimizer(model, strategy.num_replicas_in_sync)
+        else:
+            if iterator is not None:
+                data_batch = tree.map_structure(_part, iterator._distributed_dataset.element_spec)
+            _build(model, data_batch)
         _move_into_scope(model.metrics, strategy)
+
+
+def _part(spec: Any) -> keras.KerasTensor:
+    """Return the shape and type of a replica's part of a batch."""
+    spec = getattr(spec, "_value_specs", [spec])[0]  # one for each of the task's replicas
+    return keras.KerasTensor(spec.shape.as_list(), keras.backend.standardize_dtype(spec.dtype))
+
+
+def _build(model: Any, data_batch: Any) -> None:
+    try:
+        model._symbolic_build(data_batch=data_batch)
+    except AttributeError:  # of a metric that creates its variables in `train_step`: build without results
+        model.get_metrics_result = dict
+        try:
+            model._symbolic_build(data_batch=data_batch)
+        finally:
+            del model.get_metrics_result
 
 
 def optimizers_of(model: Any) -> list[Any]:

@@ -102,8 +102,9 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
         assert task["evaluate"] == task["evaluated"]  # which updates nothing
 
 
-def test_no_batch_of_a_generator_must_be_lost(found):
-    np.testing.assert_allclose([task["generated"] for task in found], [task["evaluate"] for task in found], rtol=1e-6)
+@pytest.mark.parametrize("what", ["generated", "streamed"])
+def test_no_batch_of_a_generator_must_be_lost(found, what):
+    np.testing.assert_allclose([task[what] for task in found], [task["evaluate"] for task in found], rtol=1e-6)
 
 
 def test_an_epoch_of_shuffled_arrays_must_have_every_example_once(found):
