@@ -148,23 +148,15 @@ def _check_positions(where: str, specs: _Specs, function: Callable[..., Any]) ->
     few, more = (specs.trace(function.values, EXAMPLES + at).structured_outputs.shape for at in range(2))
     if not more[:1].is_compatible_with([EXAMPLES + 1]):  # as many as examples above by chance, such as of two classes
         raise UsageError(f"{where} returns {more} for {EXAMPLES + 1} examples; expected a value for each")
-    if few[1:] != more[1:]:
+    if few[1:] != more[1:] or _averages_pairs(specs, function):
         raise UsageError(
-            f"{where} returns {few} for {EXAMPLES} examples, as {specs} broadcast to all pairs of examples; give both "
-            "the same shape, such as by labels[:, None]"
-        )
-    if _averages_pairs(specs, function):
-        raise UsageError(
-            f"{where} averages over all pairs of examples, to which {specs} broadcast; give both the same number of "
-            "axes, as tf.reshape does"
+            f"{where} compares all pairs of examples, as {specs} broadcast; give both the same number of axes, such as "
+            "by labels[:, None]"
         )
 
 
 def _averages_pairs(specs: _Specs, function: Callable[..., Any]) -> bool:
     """Whether examples depend on each other, but no longer once what is `[B]` is given as `[B, 1]`."""
-    flat = tf.nest.flatten([specs.labels, specs.outputs])
-    if all(spec is None or spec.shape.rank != 1 for spec in flat):
-        return False
 
     def as_column(spec: tf.TensorSpec) -> tf.TensorSpec:
         return tf.TensorSpec([EXAMPLES, *(spec.shape[1:].as_list() or [1])], spec.dtype)
@@ -179,9 +171,8 @@ def _depends_on_others(specs: _Specs, loss: Callable[..., Any]) -> bool | None:
 
     def drawn(spec: Any) -> Any:
         size = [3, *spec.shape[1:]]
-        return tf.constant(
-            random.normal(size=size) if spec.dtype.is_floating else np.indices(size).sum(0) % 2, spec.dtype
-        )
+        values = random.normal(size=size) if spec.dtype.is_floating else np.indices(size).sum(0) % 2
+        return tf.constant(values, spec.dtype)
 
     def first(*places: int) -> float:
         """Return the loss of the first of some of the examples."""
