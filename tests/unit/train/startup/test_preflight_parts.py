@@ -281,7 +281,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("of_two", {"loss": "tried_parts:of_second"}, {"loss": "tried_parts:of_sequence"}, "--loss .* mask"),
         ("of_two", MASKED, MASKED | {"micro_batches": 2}, "--loss .* mask"),
         ("normalized", {}, {"loss": "tried_parts:of_pairs"}, "all pairs of examples"),
-        ("normalized", {"loss": "tried_parts:of_batch"}, {"loss": "tried_parts:of_pair_means"}, "all pairs of examples"),
+        ("normalized", {"loss": "tried_parts:of_batch"}, {"loss": "tried_parts:of_pair_means"}, "all pairs"),
         ("normalized", {}, {"metrics": "tried_parts:metrics"}, "all pairs of examples"),
     ],
 )
