@@ -27,6 +27,8 @@ from cluster.system.ports import PORTS, free_ports
 
 LAST_LINES = 15
 NVIDIA = Path(__file__).parent / "unit" / "nvidia"
+OF_TASKS = ("RUN_DIR", "TASK", "TF_CONFIG", "GENERATION", "RESTARTS", "GATE_FD", "RENDEZVOUS_TIMEOUT_S", "GPUS_GIVEN")
+"""Variables that tasks are started with."""
 
 # A shell that runs the suite in the background has it ignore SIGINT, and whatever it starts would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -76,16 +78,7 @@ def isolation(tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("STANDBY", "0")  # programs would start that no test waits for
     monkeypatch.setenv("RESTART_PAUSE_S", "0.01")
-    for name in (
-        "RUN_DIR",
-        "TASK",
-        "TF_CONFIG",
-        "GENERATION",
-        "RESTARTS",
-        "GATE_FD",
-        "RENDEZVOUS_TIMEOUT_S",
-        "GPUS_GIVEN",
-    ):
+    for name in OF_TASKS:
         monkeypatch.delenv(name, raising=False)
 
 
