@@ -61,9 +61,17 @@ def invoke(tmp_path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
 @pytest.fixture
 def up(invoke, folder) -> Callable[[], "subprocess.Popen[str]"]:
-    """Starts `invoke up` with the script on one local task."""
-    words = ("--name=one", "--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
-    return lambda: invoke("up", *words, f"--script={folder / 'fit.py'}")
+    """Starts `invoke up` with the script on one local task; it then watches the run, and the script runs."""
+
+    def start() -> "subprocess.Popen[str]":
+        words = ("--name=one", "--runtime=local", "--workers=0", "--tensorboard-port=0", "--network=host")
+        command = invoke("up", *words, f"--script={folder / 'fit.py'}")
+        assert command.stdout
+        assert any(line.startswith("run folder") for line in command.stdout), "up ended before"
+        wait_for(lambda: list(folder.glob("started-*")), "the script")
+        return command
+
+    return start
 
 
 def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
@@ -71,20 +79,8 @@ def finished(*commands: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     return [(command.returncode, *each) for command, each in zip(commands, outputs, strict=True)]
 
 
-def started(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("started-*")]
-
-
-def wait_until_watched(command: "subprocess.Popen[str]", folder: Path) -> None:
-    """Wait until `up` has come from starting the run to watching it, and the script runs."""
-    assert command.stdout
-    assert any(line.startswith("run folder") for line in command.stdout), "up ended before"
-    wait_for(lambda: started(folder), "the script")
-
-
-def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
+def test_down_ends_a_run_that_somebody_watches(up, invoke, tmp_path):
     watched = up()
-    wait_until_watched(watched, folder)
     ((code, out, error),) = finished(invoke("down", "--timeout=0"))
     assert (EXIT_DONE, "") == (code, error)
     assert "one is down" in out
@@ -97,9 +93,7 @@ def test_down_ends_a_run_that_somebody_watches(up, invoke, folder, tmp_path):
 def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_path):
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     (folder / "fit.py").write_text(deaf + (folder / "fit.py").read_text())
-    watched = up()
-    run = RunFolder(tmp_path / "runs" / "one")
-    wait_until_watched(watched, folder)
+    watched, run = up(), RunFolder(tmp_path / "runs" / "one")
     watched.send_signal(signal.SIGTERM)
     wait_for(lambda: run.stop_requested, "the request to stop")
     watched.send_signal(signal.SIGTERM)
@@ -110,9 +104,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_pat
 
 
 def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
-    watched = up()
-    run = RunFolder(tmp_path / "runs" / "one")
-    wait_until_watched(watched, folder)
+    watched, run = up(), RunFolder(tmp_path / "runs" / "one")
     watched.send_signal(signal.SIGHUP)
     ((code, out, _),) = finished(watched)
     assert EXIT_HUNG_UP == code
