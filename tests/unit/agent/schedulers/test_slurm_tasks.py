@@ -1,5 +1,6 @@
 """The tasks of a Slurm job: where they are, what the chief makes of that, and whether the job is queued again."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -26,13 +27,10 @@ def run(tmp_path, monkeypatch) -> RunFolder:
     folder.create()
     write_json(folder.cluster, spec.build(workers=1).to_json())
     folder.begin_generation(0)
-    for name, value in {
-        "RUN_DIR": folder.path,
-        "SLURM_JOB_ID": 7,
-        "SLURMD_NODENAME": "n9",
-        "RENDEZVOUS_TIMEOUT_S": "0.1",
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("RUN_DIR", str(folder.path))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURMD_NODENAME", "n9")
+    monkeypatch.setenv("RENDEZVOUS_TIMEOUT_S", "0.1")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     return folder
 
@@ -124,11 +122,8 @@ def test_a_node_that_lacks_the_folder_of_the_run_is_named(run, monkeypatch, caps
 )
 def test_a_node_is_where_slurm_reaches_it(answer, expected, monkeypatch):
     monkeypatch.setattr(slurm.processes, "run", lambda *_: answer)
-    if expected:
+    with contextlib.nullcontext() if expected else pytest.raises(PrerequisiteError):
         assert expected == slurm.node_address("n1")
-    else:
-        with pytest.raises(PrerequisiteError):
-            slurm.node_address("n1")
 
 
 def test_tasks_on_one_node_get_ports_of_their_own(run):
@@ -258,8 +253,7 @@ def test_a_site_that_takes_no_jobs_from_its_nodes_does_no_harm(queue):
 
 
 def test_a_task_is_where_its_replacement_is_only_while_the_run_does_without_it(queue):
-    place = {"node": "n9", "host": "node-9", "port": 20009, "job": "8"}
-    write_json(queue.folder / "worker-1.json", place)
+    write_json(queue.folder / "worker-1.json", {"node": "n9", "host": "node-9", "port": 20009, "job": "8"})
     for left_out, moved in (((), False), (("worker-1",), True)):
         queue.look(*left_out)
         cluster = records.read_record(queue.folder / "cluster.json", launch_records.cluster)
