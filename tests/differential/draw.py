@@ -169,9 +169,7 @@ def _optimizer(random_: random.Random, maybe: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {"optimizer": name, "rate": 0.1 if name == "sgd" else 0.02}
     if name == "sgd" and maybe(0.6):
         chosen |= {"momentum": 0.9, "nesterov": maybe(0.5)}
-    if own_optimizer(name):
-        chosen["ema"] = 0.0
-    else:
+    if not own_optimizer(name):
         chosen["ema"] = 0.8 if maybe(0.2) else 0.0
         if maybe(0.25):
             chosen |= {"weight_decay": 0.05, "no_decay": maybe(0.5)}
@@ -238,8 +236,7 @@ def up(case: Case, module: str) -> dict[str, Any]:
     elif case.strategy == "ps":
         options |= {"workers": 1, "ps": 1}
     elif case.strategy == "pipeline":
-        options |= {"workers": case.tasks - 1, "stages": case.stages, "schedule": case.pipe}
-        options |= {"remat": case.remat}
+        options |= {"workers": case.tasks - 1, "stages": case.stages, "schedule": case.pipe, "remat": case.remat}
         options |= {"cut": "logits"} if case.pipe == "pipedream" and case.stages == 2 else {}
     options |= {"micro_batches": case.micro_batches, "precision": case.precision}
     options |= {"bitwise_elastic": case.shards} if case.shards else {}

@@ -152,9 +152,7 @@ def _await_new_steps(run: RunFolder, together: tuple[Frozen, ...]) -> None:
         if run.outcome:
             pytest.fail(f"local tasks are replaced, but the run ended after {together} were frozen: {run.outcome}")
         beat, generation = run.heartbeat("chief"), run.generation
-        if not beat or beat.generation != generation:
-            return False
-        if not all(_continues(one, run) for one in together):
+        if not beat or beat.generation != generation or not all(_continues(one, run) for one in together):
             return False
         return beat.state == "training" and beat.step > first.setdefault(generation, beat.step)
 
