@@ -22,6 +22,7 @@ from train.data.function.reading import FunctionRecord, Shard
 from train.data.sources import Source
 
 NAME = "own_function:data"
+CONFIG = TrainConfig(source="function", dataset=NAME, num_outputs=3)
 
 
 @pytest.fixture
@@ -40,8 +41,7 @@ def function(monkeypatch) -> Callable[[Any], str]:
 def source(function, tmp_path) -> Callable[[Any], Source]:
     def make(data: Any) -> Source:
         examine_function(function(data), tmp_path / "data", "3")
-        config = TrainConfig(source="function", dataset=NAME, num_outputs=3)
-        return opening.open_source(config, tmp_path / "data")
+        return opening.open_source(CONFIG, tmp_path / "data")
 
     return make
 
@@ -209,11 +209,10 @@ def test_a_task_that_sees_other_data_is_refused(function, source, tmp_path):
     function(lambda split, shard: tf.data.Dataset.range(TRAIN).map(lambda i: (tf.zeros(3), i)))
     with pytest.raises(UsageError):
         steps(found, 0, 1)
-    config = TrainConfig(source="function", dataset=NAME, num_outputs=3)
     examine_function(function(numbers), tmp_path / "data", "3")
     function(lambda split, shard: Numbers(TRAIN - 1))
     with pytest.raises(UsageError):
-        opening.open_source(config, tmp_path / "data")
+        opening.open_source(CONFIG, tmp_path / "data")
 
 
 GENERATOR, DROPOUT = tf.random.Generator.from_seed(1), keras.layers.Dropout(0.5)

@@ -76,15 +76,11 @@ class Gang:
         return everything
 
     def snapshots(self, task: int, own: tuple[int, ...], variables: dict[str, tf.Variable], divided: bool) -> Any:
-        def broadcast(words: np.ndarray, replica: int) -> np.ndarray:
-            parts = self.exchange(task, words)
-            return parts[replica].copy()
-
         return MemorySnapshots(
             own,
             tf.train.Checkpoint(**variables),
             lambda number: self.exchange(task, number),
-            None if divided else broadcast,
+            None if divided else lambda words, replica: self.exchange(task, words)[replica].copy(),
         )
 
 
