@@ -188,8 +188,7 @@ def test_the_built_in_trainer_gets_a_way_out_where_it_is_requested(config):
 def test_a_secret_is_in_a_file_and_nowhere_else(config, tmp_path):
     key = tmp_path / "key"
     key.write_text("precious\n")
-    payload = Payload(secrets={"WANDB_API_KEY": key})
-    read = config(brought={"payload": payload}, workers=1)
+    read = config(brought={"payload": Payload(secrets={"WANDB_API_KEY": key})}, workers=1)
     for name in ("chief", "worker-0"):
         task = read["services"][name]
         mounted = {volume["source"]: (volume["target"], volume.get("read_only")) for volume in task["volumes"]}

@@ -127,6 +127,5 @@ def test_the_documentation_must_have_the_table_of_refusals() -> None:
     ],
 )
 def test_many_cases_must_train_as_plain_keras_does(run_cases, cases):
-    results = run_cases(cases).values()
-    wrong = [result for result in results if result["wrong"]]
+    wrong = [result for result in run_cases(cases).values() if result["wrong"]]
     assert not wrong, "\n\n".join(report(result) for result in wrong)

@@ -94,8 +94,7 @@ def test_tasks_and_images_are_made_of_the_installed_files_alone(call, tmp_path):
 
 @pytest.mark.long  # how `make` reports that pip failed: `test_folder_names.py`
 def test_an_environment_that_cannot_be_installed_is_a_missing_prerequisite_and_tried_again(call, tmp_path):
-    cache = tmp_path / "cache" / "tf-cluster"
-    (venv,) = cache.glob("venv-*")
+    (venv,) = (tmp_path / "cache" / "tf-cluster").glob("venv-*")
     venv.unlink()
     for _ in range(2):
         failed = call("--list", expect=EXIT_PREREQUISITE, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))

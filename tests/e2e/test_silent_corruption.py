@@ -44,8 +44,7 @@ def test_every_flipped_bit_must_be_found_and_its_task_named(clusters, words, fli
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
     print(f"STORM_SEED={seed}")
     run = start(clusters, "-".join(["flips", *re.findall(r"\w+", words)])[:40], *words.split())
-    results = chaos.inject_all(run, flips, seed, ["flip"])
-    assert [None] * flips == [result.ended for result in results]
+    assert [None] * flips == [result.ended for result in chaos.inject_all(run, flips, seed, ["flip"])]
     clusters.check_bits(run, *words.split(), training=TRAINING)
     flipped = [event for event in run.events() if event.event == "flipped"]
     restarts = summary(run)["restarts"]

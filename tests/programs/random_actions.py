@@ -123,11 +123,10 @@ class Actions:
         name, workers = self.random.choice(NAMES), self.random.choice("001")
         start = ["--workers", workers, "--runtime", "local", "--network", "host", "--tensorboard-port", "0"]
         detach = ["--detach"] if self.random.random() < 0.5 else []
-        resume = ["up", "--resume", name, *start, *detach]
         choices = [
             *3 * [["up", "--name", name, *start, *detach]],
             ["up", "--name", name, "--fresh", *start, *detach],
-            *2 * [resume],
+            *2 * [["up", "--resume", name, *start, *detach]],
             *2 * [["scale", "--run", name, "--workers", self.random.choice("012")]],
             ["stop", name],
             ["down", name, "--timeout", "3"],
@@ -205,8 +204,7 @@ def install() -> None:
         return (read_json(base) if base else dict(CONFIG)), (), "none"
 
     def render(_: LocalProcesses, work: Any) -> dict[str, Any]:
-        program = ["--", sys.executable, "-c", PROGRAM]
-        how = processes_of(work.cluster, work.run.path, work.data_dir, program)
+        how = processes_of(work.cluster, work.run.path, work.data_dir, ["--", sys.executable, "-c", PROGRAM])
         return how | {"preload": "tests.programs.preloaded"}
 
     replaced: list[tuple[object, str, Callable[..., Any]]] = [

@@ -87,8 +87,7 @@ def test_a_task_must_hold_no_privilege(training, task):
     assert not host["PortBindings"]
     assert {"max-size": "10m", "max-file": "3"} == host["LogConfig"]["Config"]
     assert host["Init"] is True
-    writable = {mount["Destination"] for mount in found["Mounts"] if mount["RW"]}
-    assert {"/runs/contained"} == writable
+    assert {"/runs/contained"} == {mount["Destination"] for mount in found["Mounts"] if mount["RW"]}
 
 
 @pytest.mark.parametrize("task", ["chief", "worker-0"])

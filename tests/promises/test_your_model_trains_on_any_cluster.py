@@ -46,8 +46,7 @@ def train(own: Clusters, preset: str, strategy: str, *overrides: str, name: str 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "MirroredStrategy", "ParameterServerStrategy"])
 def test_a_small_resnet_must_learn_under(own, strategy):
-    run = train(own, "small_resnet", strategy)
-    assert summary(run)["metrics"]["eval_accuracy"] > 0.9
+    assert summary(train(own, "small_resnet", strategy))["metrics"]["eval_accuracy"] > 0.9
 
 
 @pytest.mark.long

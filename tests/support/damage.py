@@ -84,8 +84,7 @@ def files_of(run: RunFolder) -> list[str]:
 def damage(run: RunFolder, name: str, draw: random.Random, outside: Path) -> str:
     """Damage one file of a run at random; return a description of the damage."""
     path = run.path / name
-    kinds = [tear, empty, lengthen, replace, mistype, mistype, mistype, misplace, hide, add]
-    kind = draw.choice(kinds)
+    kind = draw.choice([tear, empty, lengthen, replace, mistype, mistype, mistype, misplace, hide, add])
     damages = kind in (misplace, hide, add) or (path.is_file() and not path.is_symlink())
     if damages and os.path.lexists(path) and not path.parent.is_symlink():  # else it would damage the link's target
         kind(path, draw, outside)

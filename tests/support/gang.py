@@ -37,8 +37,7 @@ class Gang:
         return wait_for(lambda: self.run.outcome, "the outcome")
 
     def beat(self, task: str) -> Heartbeat:
-        none_yet = Heartbeat(task=task, state=TaskState.STARTING, updated_at=0.0)
-        return self.run.heartbeat(task) or none_yet
+        return self.run.heartbeat(task) or Heartbeat(task=task, state=TaskState.STARTING, updated_at=0.0)
 
     def await_step(self, task: str, step: int) -> None:
         wait_for(lambda: self.beat(task).step >= step, f"step {step} of {task}")

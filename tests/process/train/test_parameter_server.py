@@ -33,8 +33,7 @@ UPDATES = 150
 
 def cluster() -> tf.distribute.ParameterServerStrategy:
     """Start the servers and return the strategy of their chief."""
-    ports = free_ports(3)
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
     spec = tf.train.ClusterSpec({"worker": addresses[:2], "ps": addresses[2:]})
     # With as many threads as this machine has cores, the servers of one process can wait for each other indefinitely.
     threads = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=8)

@@ -51,8 +51,7 @@ def new_program(tmp_path, make_run, monkeypatch) -> Any:
         topology = {"strategy": "pipeline" if stages else "one", "devices": stages or 1}
         run, sizes = make_run(f"stages-{stages}", workers=0, **topology), {"global_batch": 8, "micro_batches": 4}
         parts = {"dataset": "own:data", "model": model, "optimizer": Optimizer("sgd", 0.5, warmup_steps=0)}
-        config = TrainConfig(**parts, **sizes, max_steps=3, **more)
-        write_json(run.config, config.to_json())
+        write_json(run.config, TrainConfig(**parts, **sizes, max_steps=3, **more).to_json())
         return program.Program(run, run.load_cluster().task("chief"))
 
     return make

@@ -41,8 +41,7 @@ class MaskedCell(keras.layers.SimpleRNNCell):
         self.normal.build(input_shape)
 
     def call(self, inputs: tf.Tensor, states: list[tf.Tensor], training: bool = False) -> Any:
-        mask = self.get_dropout_mask(inputs)
-        return mask + 0 * self.normal(inputs, training=training), states
+        return self.get_dropout_mask(inputs) + 0 * self.normal(inputs, training=training), states
 
 
 def masks_of_cells(name: str) -> Any:
