@@ -141,8 +141,7 @@ def pair(monkeypatch) -> Strategy:
 
 
 def test_a_strategy_from_outside_is_planned_and_its_record_read(pair, resolved):
-    request = Request(strategy="pair", devices=2, runtime="local", tensorboard_port="0")
-    planned = planning.plan(request)
+    planned = planning.plan(Request(strategy="pair", devices=2, runtime="local", tensorboard_port="0"))
     assert ("PairStrategy", 2) == (planned.to_json()["strategy"], planned.cluster.replicas)
     planned.run.create()
     write_json(planned.run.cluster, planned.cluster.to_json())

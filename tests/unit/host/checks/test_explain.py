@@ -90,8 +90,7 @@ def test_nothing_is_wrong_with_our_own(topology):
 
 
 def test_a_file_the_environment_and_a_run_are_explained(tmp_path, monkeypatch, make_run, capsys):
-    path = tmp_path / "tf_config.json"
-    path.write_text(text(index=5))
+    (tmp_path / "tf_config.json").write_text(text(index=5))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert EXIT_FAILED == exit_code("explain", file="~/tf_config.json")
     monkeypatch.setenv("TF_CONFIG", text())

@@ -77,11 +77,10 @@ def test_a_run_that_went_on_without_a_task_says_so(made):
     first, second = made("one"), made("two", sha256="bb")
     first.begin_generation(1, task="worker-0", saved=120, left_out=["worker-0"])
     first.begin_generation(2, task="worker-0", saved=300)
-    differences = rerun.compare_repeated(first, second).differences
     assert [
         "tasks: one continued without worker-0 from step 120",
         "tasks: one continued with worker-0 again from step 300",
-    ] == differences
+    ] == rerun.compare_repeated(first, second).differences
 
 
 def test_only_a_run_that_succeeded_can_be_made_again(made, make_run):

@@ -36,8 +36,7 @@ def test_the_command_has_the_version_of_the_metadata():
 def test_metadata_names_the_python_versions_that_make_accepts():
     first, last = re.findall(r"\((\d), (\d+)\)", (ROOT / "Makefile").read_text())
     supported = [f"{first[0]}.{minor}" for minor in range(int(first[1]), int(last[1]) + 1)]
-    declared = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3." in name]
-    assert supported == declared
+    assert supported == [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3." in name]
     every = [f"3.{minor}" for minor in range(30)]
     assert supported == [version for version in every if version in SpecifierSet(PROJECT["requires-python"])]
 

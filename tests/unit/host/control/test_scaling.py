@@ -166,8 +166,7 @@ def test_watchers_are_patient_with_a_run_that_is_being_scaled(orphaned, monkeypa
 
 @pytest.mark.usefixtures("hurried")
 def test_watchers_end_a_run_whose_scaling_was_given_up(orphaned):
-    run = orphaned()
-    ended = foreground.follow(run, lambda value: None, timeout_s=300)
+    ended = foreground.follow(orphaned(), lambda value: None, timeout_s=300)
     assert ("failed", 1) == (ended.state, foreground.exit_code(ended))
     assert "`invoke scale` ended before" in ended.cause.error
     assert planning.plan(planning.Request(resume="run", runtime="local")).resumes
@@ -175,8 +174,7 @@ def test_watchers_end_a_run_whose_scaling_was_given_up(orphaned):
 
 @pytest.mark.usefixtures("hurried")
 def test_a_stop_after_a_scaler_s_death_ends_the_run(orphaned):
-    run = orphaned()
-    assert "stopped" == foreground.stop(run, "invoke stop", timeout_s=10).state
+    assert "stopped" == foreground.stop(orphaned(), "invoke stop", timeout_s=10).state
 
 
 def test_a_run_may_be_scaled_before_it_trains(training):

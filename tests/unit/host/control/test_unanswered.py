@@ -104,8 +104,7 @@ def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_g
     gang = start_gang("train(2), work()", workers=0, name="later")
     assert 1 == refusal("down", context, timeout="0")[0]
     assert [] == supervisor.processes_left(gang.run)
-    shown = capsys.readouterr()
-    assert "later is down" in shown.out
+    assert "later is down" in capsys.readouterr().out
     assert owner.read_owner(first)
 
 

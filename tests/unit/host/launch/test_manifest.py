@@ -23,8 +23,7 @@ def test_a_manifest_says_what_ran_and_how(stopped_run):
 
 
 def test_a_manifest_holds_no_path_and_changed_code_is_reported(stopped_run, theirs, tmp_path, capsys):
-    run = stopped_run(name="scripted", workers=0, script=str(theirs))
-    text = run.manifest.read_text()
+    text = stopped_run(name="scripted", workers=0, script=str(theirs)).manifest.read_text()
     (tmp_path / "w.npz").touch()
     tuned = stopped_run(name="tuned", workers=0, init_from=str(tmp_path / "w.npz")).manifest.read_text()
     assert [] == [folder for folder in (str(tmp_path), str(Path.home()), str(ROOT)) if folder in text + tuned]

@@ -204,8 +204,7 @@ def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, t
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
-    requested = Request(preset="mine.presets:small", workers=1, runtime="local")
-    planned = planning.plan(requested)
+    planned = planning.plan(Request(preset="mine.presets:small", workers=1, runtime="local"))
     assert planned.run.name.startswith("mine.presets-small-")
     path = f"{tmp_path}/mine"
     assert path == planned.compose["tasks"]["chief"]["environment"]["PYTHONPATH"]

@@ -48,8 +48,7 @@ def with_memory(total: str) -> str:
 
 def test_a_container_s_limit_is_of_the_engine_s_machine(resolved, docker):
     docker(with_memory(str(20 * GIB)))
-    planned = planning.plan(Request(name="one", workers=2))
-    tasks = planned.compose["services"].values()
+    tasks = planning.plan(Request(name="one", workers=2)).compose["services"].values()
     assert [(6 * GIB, 6 * GIB)] * 3 == [(task["mem_limit"], task["memswap_limit"]) for task in tasks]
     with pytest.raises(PrerequisiteError, match="--memory 8GiB"):
         startup.check_machine(planning.plan(Request(name="one", workers=2, memory="8GiB")))
