@@ -41,8 +41,7 @@ def test_the_reason_is_one_short_line(text, reason):
 
 
 def test_a_step_that_an_unreported_error_cancelled_is_no_lost_contact():
-    cancelled = tf.errors.CancelledError(None, None, f"{HEAD}group is cancelled\n{TAIL}")
-    assert program.is_cancelled(cancelled)
+    assert program.is_cancelled(tf.errors.CancelledError(None, None, f"{HEAD}group is cancelled\n{TAIL}"))
     assert not program.is_cancelled(tf.errors.CancelledError(None, None, f"{HEAD}Collective ops is aborted by: reset"))
 
 

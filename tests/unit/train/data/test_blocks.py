@@ -37,8 +37,7 @@ def data_dir(tmp_path) -> Path:
     folder = tmp_path / "data"
     images = np.random.default_rng(0).integers(0, 256, (50, 7, 7, 1), np.uint8)  # 24.5 blocks
     parts = (images, np.arange(50) % 10)
-    splits = {"train": parts, "test": tuple(part[:9] for part in parts)}
-    write_arrays(folder, "mnist", "3.0.1", splits)
+    write_arrays(folder, "mnist", "3.0.1", {"train": parts, "test": tuple(part[:9] for part in parts)})
     random = np.random.default_rng(5)
     noise = [(random.integers(0, 256, 50, np.uint8), i) for i in range(24)]  # a flipped bit is valid data
     shard(folder, "noise", ListedExamples(noise, noise[:7]), num_shards=3)

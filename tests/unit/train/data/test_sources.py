@@ -148,8 +148,7 @@ def epoch(number: int, seed: int, num_examples: int) -> np.ndarray:
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 10, 257, 65_535, 65_536, 65_538])
 def test_every_epoch_is_a_permutation_at_any_size(num_examples):
     for number in range(3):
-        one = epoch(number, 7, num_examples)
-        np.testing.assert_array_equal(np.arange(num_examples), np.sort(one))
+        np.testing.assert_array_equal(np.arange(num_examples), np.sort(epoch(number, 7, num_examples)))
 
 
 def test_the_order_of_arrays_never_changes():

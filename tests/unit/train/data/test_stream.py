@@ -129,7 +129,6 @@ def test_a_shard_of_other_examples_than_the_index_says_ends_the_stream(tmp_path)
         for record in records[:-1]:
             writer.write(record)
     rehashed = dataclasses.replace(second, blocks=blocks.hash_blocks(path))
-    train = dataclasses.replace(found.train, files=(first, rehashed))
-    found = dataclasses.replace(found, train=train)
+    found = dataclasses.replace(found, train=dataclasses.replace(found.train, files=(first, rehashed)))
     with pytest.raises(tf.errors.InvalidArgumentError, match="more or fewer examples than their index says"):
         batches(found, 1)

@@ -85,8 +85,7 @@ class Measures(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         features, labels = data
         with tf.GradientTape() as tape:
-            outputs = self(features, training=True)
-            loss = tf.reduce_mean(outputs)
+            loss = tf.reduce_mean(self(features, training=True))
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
         return {"loss": loss, "largest": tf.reduce_max(tf.abs(labels)), "by_class": tf.ones([3])}
 

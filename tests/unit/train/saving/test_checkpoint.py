@@ -214,8 +214,7 @@ def test_a_save_that_failed_is_reported_by_the_next(tmp_path):
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, three, broken):
     """With oneDNN's kernels the loss can stay finite over them."""
-    model = three[0]
-    model.layers[0].bias.assign([0.0, broken, 0.0])
+    three[0].layers[0].bias.assign([0.0, broken, 0.0])
     saves = saving(tmp_path, three)
     saves.save(4)
     with pytest.raises(RunFailed, match=r"bias is not finite after step 4; lower --optimizer.learning-rate"):

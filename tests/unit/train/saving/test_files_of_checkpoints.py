@@ -264,8 +264,7 @@ def test_a_task_that_can_read_none_of_the_others_ends_the_run(views, seen):
     for step in seen:
         save(views[2], step)
         change(views[2], step)
-    answers = agree(*views)
-    assert [EXIT_FAILED] * 3 == [error.exit_code for error in answers if isinstance(error, RunFailed)]
+    assert [EXIT_FAILED] * 3 == [error.exit_code for error in agree(*views) if isinstance(error, RunFailed)]
     assert [30, 20, 10] == steps_of(views[0])
 
 

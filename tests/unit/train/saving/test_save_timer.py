@@ -103,8 +103,7 @@ def test_a_run_that_is_stuck_saves_its_first_new_step_at_any_interval(every):
 
 
 def test_the_interval_follows_what_saves_cost():
-    clock = Clock()
-    saves = SaveTimer("auto", Past(), clock=clock)
+    saves = SaveTimer("auto", Past(), clock=Clock())
     assert best_interval_s(EXPECTED_COST_S, 0, CALM_MTBF_S) == pytest.approx(saves.saves["every_s"], abs=0.001)
     saves.saved(9.0, 0.5)  # the first of a generation makes the copy
     for cost_s in (0.4, 0.1, 7.0, 0.1, 0.1):

@@ -93,6 +93,5 @@ def enclosed() -> type[Summed]:
     ],
 )
 def test_a_loss_that_adds_up_the_gradients_of_replicas_is_reported(capsys, kind, replicas, warns):
-    model = kind([keras.Input((2,)), keras.layers.Dense(1)])
-    fit_checks.warn_of_sum(model, replicas)
+    fit_checks.warn_of_sum(kind([keras.Input((2,)), keras.layers.Dense(1)]), replicas)
     assert ("added up" in capsys.readouterr().err) == warns

@@ -70,8 +70,7 @@ def test_only_variables_that_matter_are_reported_and_no_path(monkeypatch):
 def test_the_manifest_gets_the_data_and_the_environment(run):
     write_json(run.manifest, {"schema": 1})
     record = SimpleNamespace(version="3.0.1", files=(), source_files={})
-    source = SimpleNamespace(record=record, in_memory=False)
-    environment.record_environment(run, "fashion_mnist", source)
+    environment.record_environment(run, "fashion_mnist", SimpleNamespace(record=record, in_memory=False))
     manifest = read_json(run.manifest)
     assert (1, "3.0.1") == (manifest["schema"], manifest["data"]["version"])
     assert manifest["environment"] == read_json(run.environment)

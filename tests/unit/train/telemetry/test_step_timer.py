@@ -111,8 +111,7 @@ def test_waiting_for_the_next_batch_counts_as_input(marks):
 def test_of_short_steps_a_sample_is_marked(marks, monkeypatch):
     """From the second call on; a step more is marked to know when the sampled one ended."""
     monkeypatch.setattr(step_timer, "COST_SHARE", 1e-12)
-    result = train([], calls=2)
-    assert 1 == len(result.times.steps)
+    assert 1 == len(train([], calls=2).times.steps)
     assert ["begin", "batch", "computed", "begin", "begin"] == [what for what, _ in marks[4 * 3 + 1 :]]
 
 
