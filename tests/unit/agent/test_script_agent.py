@@ -70,8 +70,7 @@ def start_scripts(make_run, start_run, tmp_path) -> StartGang:
 def test_a_run_succeeds_when_every_script_ended_with_0(start_scripts):
     # The chief is done first: the others continue for as long as they like.
     gang = start_scripts("if NAME != 'chief': until(lambda: beat('chief')['state'] == 'done')", workers=2)
-    summary = gang.summary()
-    assert_ended(summary, state="succeeded", replicas=3, tasks={"chief": 0, "worker-0": 0, "worker-1": 0})
+    assert_ended(gang.summary(), state="succeeded", replicas=3, tasks={"chief": 0, "worker-0": 0, "worker-1": 0})
     assert {("done", 0)} == {(beat.state, beat.exit_code) for beat in gang.run.heartbeats().values()}
     line, *rest = ended_lines(gang.run)
     assert line.startswith("succeeded: every task's script ended with 0 in ")

@@ -68,8 +68,7 @@ def elapse(dog: watchdog.Watchdog, clock: SimpleNamespace, seconds: float) -> Fo
     """Let time pass as an agent does, which looks again and again; return the finding at the end."""
     end = clock.now + seconds
     while clock.now < end:
-        step_s = min(watchdog.AWAY_S - 1, end - clock.now)
-        clock.now += step_s
+        clock.now += min(watchdog.AWAY_S - 1, end - clock.now)
         if found := dog.examine():
             return found.task, found.kind
     return None

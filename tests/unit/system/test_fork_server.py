@@ -134,8 +134,7 @@ def test_an_agent_forks_every_program_and_reports_its_death_before_it_imports(st
     wait_for(lambda: gang.run.generation == 1, "the next generation")
     wait_for(lambda: gang.beat("worker-0").generation == 1, "a heartbeat of the agent that imports")
     (gang.run.path / "import-lasts").unlink()
-    summary = gang.summary()
-    assert ["the whole task was killed"] == [restart["cause"] for restart in summary["restarts"]]
+    assert ["the whole task was killed"] == [restart["cause"] for restart in gang.summary()["restarts"]]
     assert before == loaded_by(gang)
     after = loaded_by(gang, generation=1)
     assert before["chief"] == after["chief"]
@@ -146,8 +145,7 @@ def test_an_agent_that_comes_back_to_do_nothing_imports_nothing(start_apart):
     gang = start_apart("train(2)\nif NAME == 'chief': work()\nfinish()", workers=1)
     wait_for(lambda: gang.beat("worker-0").state == "done", "the end of worker-0's work")
     (gang.run.path / "import-fails").touch()
-    before = gang.pid("worker-0", "agent")
-    os.kill(before, signal.SIGKILL)
+    os.kill(gang.pid("worker-0", "agent"), signal.SIGKILL)
     gang.run.request_stop("a test")
     assert "stopped" == gang.summary()["state"]
     beat = gang.beat("worker-0")

@@ -194,12 +194,11 @@ def strings(value: Any) -> Iterator[str]:
     gpu=TEXT,
 )
 def test_an_overlay_holds_what_was_meant_and_no_variable(folder, data, value, arguments, gpu):
-    payload = Payload(Path("/theirs/train.py"), tuple(arguments), (Path("/") / data,), env=(f"X={value}",))
     work = workload(
         RunFolder(Path("/runs") / folder),
         cluster=spec.build(0),
         data_dir=Path("/") / data,
-        payload=payload,
+        payload=Payload(Path("/theirs/train.py"), tuple(arguments), (Path("/") / data,), env=(f"X={value}",)),
         gpus=Placement({"chief": (gpu,)}),
     )
     read = json.loads(json.dumps(compose_runtime.render_overlay(work)))

@@ -68,8 +68,7 @@ def test_too_many_attempts_without_progress_end_the_run(tried, limits, count):
 
 def test_pauses_grow_to_a_bound_and_kills_have_none(monkeypatch):
     monkeypatch.setenv("RESTART_PAUSE_S", "1")
-    failures = [attempt_limits.pause_s([own(5)] * (n + 1)) for n in range(8)]
-    assert [1, 2, 4, 8, 16, 30, 30, 30] == failures
+    assert [1, 2, 4, 8, 16, 30, 30, 30] == [attempt_limits.pause_s([own(5)] * (n + 1)) for n in range(8)]
     assert 0 == attempt_limits.pause_s([own(5), own(5), EndedAttempt(EXTERNAL, 5)])
     assert 30 == attempt_limits.pause_s([own(5)] * 5000)
     assert 1 == attempt_limits.pause_s([own(5), own(5), own(6)])
@@ -159,8 +158,7 @@ for step in range(12346):
     record.done(step)
 os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
-    done = subprocess.run([sys.executable, "-c", lines], check=False, cwd=ROOT)
-    assert -signal.SIGKILL == done.returncode
+    assert -signal.SIGKILL == subprocess.run([sys.executable, "-c", lines], check=False, cwd=ROOT).returncode
     assert RecordedStep(3, 12345) == step_record.read_step(run, "chief")
     assert 12345 == step_record.last_step(run, "chief", 3) == step_record.newest_step(run, 3)
     assert -1 == step_record.last_step(run, "chief", 4)
@@ -171,8 +169,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
 )
 def test_a_torn_record_is_none(run, damage):
     StepRecord(run, "chief", 1).done(12)
-    path = run.control / "steps" / "chief"
-    path.write_bytes(damage)
+    (run.control / "steps" / "chief").write_bytes(damage)
     assert step_record.read_step(run, "chief") is None
     StepRecord(run, "chief", 1).done(13)
     if len(damage) <= 40:

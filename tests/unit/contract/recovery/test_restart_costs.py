@@ -25,8 +25,7 @@ def tell(run: RunFolder, *story: Moment, gang_at: float | None = None) -> float:
         append_json(run.events_log, line | {"detail": detail | failed})
     if gang_at is not None:
         why = {"task": "worker-0", "cause": "killed", "failed_at": began + gang_at - 1, "step": 5}
-        path = run.control / "generations" / "1.json"
-        write_json(path, {"generation": 1, "time": began + gang_at} | why)
+        write_json(run.control / "generations" / "1.json", {"generation": 1, "time": began + gang_at} | why)
     return began
 
 
@@ -43,9 +42,8 @@ def test_restarts_are_counted_from_their_own_fault(run):
         append_json(run.events_log, line | {"detail": {"source": "memory"} if generation == 1 else {}})
     # The first death was an injected fault; the second was not, and its agent says when it was.
     for number, begun, failed, step in [(1, now + 2, now + 1, 50), (2, now + 7, now + 6, 70)]:
-        path = run.control / "generations" / f"{number}.json"
         why = {"task": "worker-0", "cause": "killed", "failed_at": failed, "step": step}
-        write_json(path, {"generation": number, "time": begun} | why)
+        write_json(run.control / "generations" / f"{number}.json", {"generation": number, "time": begun} | why)
     assert [
         {"generation": 1, "detected_s": 2.0, "resumed_s": 5.0, "steps_lost": 10, "restored_from": "memory"},
         {"generation": 2, "detected_s": 1.0, "resumed_s": 3.0, "steps_lost": 10, "restored_from": ""},
@@ -88,11 +86,8 @@ def test_a_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(make
     tell(gang, *story, gang_at=10.0)
     assert [gang_s] == [r["detected_s"] for r in end(gang, "succeeded")["restarts"] if r["generation"] == 1]
     died = (10.0, "worker-0", "restarted", {"cause": "killed", "failed_at": 9.0})
-    earlier, later = (
-        (3.0, "worker-0", "resumed", {}),
-        [(11.0, "chief", "resumed", {}), (12.0, "worker-0", "resumed", {})],
-    )
-    tell(alone, earlier, *story, died, *later)
+    later = [(11.0, "chief", "resumed", {}), (12.0, "worker-0", "resumed", {})]
+    tell(alone, (3.0, "worker-0", "resumed", {}), *story, died, *later)
     restart = end(alone, "succeeded")["restarts"][-1]  # a fault counts for one restart alone
     assert ("worker-0", alone_s, alone_s + 2) == (restart["task"], restart["detected_s"], restart["resumed_s"])
     assert ("killed", 0) == (restart["cause"], restart["steps_lost"])

@@ -36,11 +36,10 @@ def test_a_generation_that_was_killed_counts_and_its_lost_steps_are_lost():
     """40 of 100 timed steps are done again: 40 % of what was trained is lost, of input and compute alike."""
     killed = ledger(0, 8.0, 12.0, 79.0, step=101, timed_steps=100, seconds=WORK)
     after = ledger(1, 88.0, 90.0, 99.0, first=61, step=66, timed_steps=4, seconds={"compute": 9.0})
-    parts = split(110.0, killed, after, failures={1: 80.0})
     assert {
         "start": 8.0, "compile": 4.0, "input": 1.2, "compute": 45.0, "save": 3.0, "evaluate": 5.0,
         "lost": 24.8, "restart": 10.0, "other": 9.0,
-    } == parts  # fmt: skip
+    } == split(110.0, killed, after, failures={1: 80.0})  # fmt: skip
 
 
 def test_failures_on_the_way_back_are_one_restart():

@@ -47,8 +47,7 @@ def ended(make_run) -> Callable[..., RunFolder]:
 def test_the_reference_is_the_newest_run_of_the_same_training(ended):
     ended("z-older", weights="old")
     ended("a-newer", weights="new")
-    run = ended("stormy", restarts=1)
-    assert {"run": "a-newer", "weights_sha256": "new"} == reference.find_reference(run)
+    assert {"run": "a-newer", "weights_sha256": "new"} == reference.find_reference(ended("stormy", restarts=1))
 
 
 VIRTUAL = {"bitwise_elastic": 6}

@@ -145,8 +145,7 @@ def test_commands_say_what_is_wrong(calm, going, capsys, which, seed, count):
                 raise AssertionError(f"{name} after {'; '.join(done)}") from error
             shown = capsys.readouterr()
             assert not name.startswith("status") or all(line.isprintable() for line in shown.out.splitlines())
-        code = call(READING["status --json"], "good")
-        assert 0 == code
+        assert 0 == call(READING["status --json"], "good")
         assert before == (contents(good), [path.read_text() for path in outside.iterdir()])
 
 
