@@ -36,7 +36,7 @@ def _init(variable: Any, initializer: Any, shape: Any = None, dtype: Any = None,
 
 
 def _draws_alone(initializer: Callable[..., Any]) -> bool:
-    """Whether an initializer of Keras has a seed of its own, so that it may be called at any time, or never."""
+    """Whether an initializer is one of Keras with a separate seed, so that it may be called at any time, or never."""
     shared = isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator)
     return not shared and type(initializer).__module__.startswith("keras.")
 
