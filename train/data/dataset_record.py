@@ -251,7 +251,7 @@ class ArrayRecord(DatasetRecord):
         if is_user_dataset(name):
             return super().newest_version(data_dir, name)
         if name not in VERSIONS:
-            raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}, or your own package.module:function")
+            raise UsageError(f"unknown dataset {name!r}{nearest(name, VERSIONS)}; your own is package.module:function")
         return VERSIONS[name]
 
     @classmethod

@@ -123,7 +123,7 @@ def _names(source: Path) -> set[str] | None:
     """Return the names that a module defines at its top level; None if only running it shows them."""
     try:
         text = source.read_text(encoding="utf-8")
-        tree, symbols = ast.parse(text), symtable.symtable(text, str(source), "exec").get_symbols()
+        tree, symbols = ast.parse(text, source.name), symtable.symtable(text, str(source), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"{source}: {error}; fix it and try again") from None
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}

@@ -167,9 +167,10 @@ def _check_state(model: keras.Model, feature_shape: Named, num_parts: int, confi
     in_parts = config.micro_batches > 1 or config.bitwise_elastic > 0
     for where, variable in layer_state.find_assigned(unknown, graph).items():
         if in_parts or variable.aggregation == tf.VariableAggregation.NONE:
+            advice = "use --loop custom" if is_legacy() else "make it with add_weight(trainable=False)"
             raise UsageError(
                 f"--model {config.model!r}: {where} is a tf.Variable, which each replica or micro-batch would assign "
-                "by itself; make it with add_weight(trainable=False)"
+                f"by itself; {advice}"
             )
 
 

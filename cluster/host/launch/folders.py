@@ -31,7 +31,8 @@ def find_run(name: str = "") -> RunFolder:
     if not name:
         name = current.read_text().strip() if current.exists() else ""
         if not name or not (runs_dir() / name).exists():
-            raise UsageError(f"there is no current run; start one with `{COMMAND} up`, or name one of runs/")
+            where = short_path(runs_dir())
+            raise UsageError(f"there is no current run; start one with `{COMMAND} up`, or name one of {where}")
     run = RunFolder(runs_dir() / spec.check_run_name(name))
     if not run.cluster.exists() or run.incomplete:
         known = [path.parent.name for path in runs_dir().glob("*/cluster.json")]
