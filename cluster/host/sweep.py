@@ -83,8 +83,7 @@ class Sweep(Record):
 
 def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
     """Return the sweep of a request over the product of the values, after trying every value."""
-    axes = [_axis(each) for each in over]
-    if not axes:
+    if not (axes := [_axis(each) for each in over]):
         raise UsageError(f"a sweep needs values: {COMMAND} sweep --over optimizer.learning-rate=1e-3,1e-2")
     if len({key for key, _ in axes}) < len(axes):
         raise UsageError(f"--over {' --over '.join(over)}: give each option once, with all its values")

@@ -104,9 +104,7 @@ def _disk() -> Finding:
 
 
 def _data() -> Finding:
-    folder = folders.data_dir() / "arrays"
-    ready = sorted(path.parent.name for path in folder.glob("*/arrays.json"))
-    if ready:
+    if ready := sorted(path.parent.name for path in folders.data_dir().glob("arrays/*/arrays.json")):
         return Finding("data", "ok", ", ".join(ready))
     detail = f"nothing is prepared in {short_path(folders.data_dir())}"
     return Finding("data", "warning", detail, f"{COMMAND} data.prepare")

@@ -149,8 +149,7 @@ def explain_text(text: str, source: str, strategy: str = "") -> Explained:
 def explain_cluster(cluster: ClusterSpec, source: str, task: str = "") -> Explained:
     """Return the explanation of a run's cluster, from the TF_CONFIG of one of its tasks."""
     member = cluster.task(task) if task else cluster.tasks[0]
-    text = tf_config.dumps(cluster, member)
-    if text is None:
+    if (text := tf_config.dumps(cluster, member)) is None:
         alone = Member(member.role.value, 0, "in no cluster: TF_CONFIG is not set")
         return Explained(source, cluster.kind, [alone])
     explained = explain_text(text, source, cluster.strategy)

@@ -38,8 +38,7 @@ def ask(*words: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
 
 def patience_s(command: str) -> float | None:
     """Return the timeout of a shell command of Docker's client, in seconds; None for any other command."""
-    match = re.search(r"(?:^|\s)docker (\S+)", command)
-    if match is None:
+    if (match := re.search(r"(?:^|\s)docker (\S+)", command)) is None:
         return None
     return COMPOSE_TIMEOUT_S if match[1] == "compose" else BUILD_TIMEOUT_S
 

@@ -156,8 +156,7 @@ def check_devices(request: Request, cluster: ClusterSpec, gpus: int) -> None:
 
 
 def _place(typed: Request, recorded: Mapping[str, str], run: RunFolder, cluster: ClusterSpec) -> nvidia.Placement:
-    requested = nvidia.choose_request(typed.gpus, recorded, cluster.devices)
-    if requested is None:
+    if (requested := nvidia.choose_request(typed.gpus, recorded, cluster.devices)) is None:
         return nvidia.Placement()
     check_gpus(requested.text, typed, cluster)  # before nvidia-smi is asked
     machine = nvidia.read_machine(requested.text)

@@ -78,14 +78,11 @@ def inherit_topology(request: Request, previous: ClusterSpec) -> Request:
     previous_workers = len(previous.of(Role.WORKER))
     if requested and not alone and not previous_workers:
         previous_workers = DEFAULT_WORKERS
-    workers = request.workers
-    if workers is None:
+    if (workers := request.workers) is None:
         workers = 0 if alone else previous_workers
-    ps = request.ps
-    if ps is None:
+    if (ps := request.ps) is None:
         ps = 0 if not workers or (requested and not requested.served) else len(previous.of(Role.PS))
-    devices = request.devices
-    if devices is None:
+    if (devices := request.devices) is None:
         devices = 1 if requested and requested.single_device else previous.devices
     strategy, stages = request.strategy or strategies.AUTO, None
     if not request.strategy and previous.kind.one_process == (workers == 0) and request.ps is None:

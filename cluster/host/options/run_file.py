@@ -72,8 +72,7 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
         raise UsageError(f"{short_path(path)}: args = {_shown(args)}: expected {TYPES[list]}")
     options = {}
     for key, value in table.items():
-        option = _KEYS.get(key)
-        if option is None:
+        if (option := _KEYS.get(key)) is None:
             meant = nearest(key, [*_KEYS, TRAIN, ARGS])
             raise UsageError(f"{short_path(path)}: {key!r} is not an option of `up`{meant}")
         checked = _value(option, value, path)
@@ -139,8 +138,7 @@ def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -
                 train[key] = value
     lines = [f"# Read by `{COMMAND} up --file` and `{COMMAND} plan --file`; options on the command line win."]
     for group in Group:
-        members = [option for option in OPTIONS.values() if option.group == group and option.name in options]
-        if members:
+        if members := [option for option in OPTIONS.values() if option.group == group and option.name in options]:
             lines += ["", f"# {group}"]
             lines += [f"{option.key} = {_toml(option, options[option.name], folder)}" for option in members]
     if scripted and request.arguments:

@@ -74,8 +74,7 @@ class FaultInjector(ABC):
 
     def processes(self, task: str) -> dict[str, dict[str, int]]:
         """Return the identities of a task's `agent` and `program`, in the task's own process namespace."""
-        identities = records.read_record(self._run.programs(task), dictionary(Programs), None)
-        if identities is None:
+        if (identities := records.read_record(self._run.programs(task), dictionary(Programs), None)) is None:
             raise UsageError(f"{task} has no program yet: wait until it trains")
         return identities
 

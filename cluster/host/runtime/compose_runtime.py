@@ -219,8 +219,7 @@ class ContainerFaults(FaultInjector):
         """Disconnect the container from the cluster's network."""
         container = self._container(task)
         networks = json.loads(self._docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", container))
-        name = next((name for name in networks if name.endswith("_cluster")), None)
-        if name is None:
+        if (name := next((each for each in networks if each.endswith("_cluster")), None)) is None:
             raise ClusterError(f"{task} is off the cluster's network already")
         self._docker("network", "disconnect", "--force", name, container)
         self._undo.append((*self._at, "network", "connect", "--alias", task, name, container))
@@ -258,8 +257,7 @@ class ContainerFaults(FaultInjector):
     def _container(self, task: str) -> str:
         self._at = self._engine(task)
         filters = [word for condition in self._filters(task) for word in ("--filter", condition)]
-        ids = self._docker("ps", "--quiet", *filters)
-        if not ids:
+        if not (ids := self._docker("ps", "--quiet", *filters)):
             raise ClusterError(f"{task} has no container that runs; `docker ps --all` shows those that do not")
         return ids.split()[0]
 
@@ -338,8 +336,7 @@ class Compose(ContainerRuntime):
         return engine.probe()
 
     def examine(self) -> list[Finding]:
-        answer = self.probe()
-        if answer.ready:
+        if (answer := self.probe()).ready:
             return [Finding("docker", "ok", answer.detail)]
         return [Finding("docker", "warning", answer.detail, f"{answer.fix}; until then runs are local")]
 

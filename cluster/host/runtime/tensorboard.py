@@ -54,8 +54,7 @@ def compose_command(runs_dir: Path, port: int, *words: str) -> str:
 
 def running_port(runs_dir: Path) -> int | None:
     """Return the port of the running TensorBoard of a folder of runs; None if none runs."""
-    record = _record(runs_dir)
-    if record is None:
+    if (record := _record(runs_dir)) is None:
         return None
     runs = processes.alive(record["process"]) if record["runtime"] == PROCESS else _container_runs(runs_dir)
     return int(record["port"]) if runs else None
@@ -114,8 +113,7 @@ def stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
 
 
 def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
-    record = _record(runs_dir)
-    if record is None:
+    if (record := _record(runs_dir)) is None:
         return False
     if record["runtime"] == CONTAINER:
         ended = _container_runs(runs_dir)

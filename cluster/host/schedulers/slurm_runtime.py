@@ -79,8 +79,7 @@ class Queue:
         """Return the state of a run's newest job; empty while it runs, or once the controller has forgotten it."""
         command = ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%B", f"--name={job_name(run)}"]
         _, printed, _ = self._ask(command)
-        rows = [line.split("|") for line in printed.splitlines() if line.count("|") == 3]
-        if not rows:
+        if not (rows := [line.split("|") for line in printed.splitlines() if line.count("|") == 3]):
             return ""
         number, state, reason, node = max(rows, key=lambda row: int(row[0]) if row[0].isdecimal() else 0)
         why = "" if reason == "None" else f": {reason}"  # the scheduler has not looked at it yet

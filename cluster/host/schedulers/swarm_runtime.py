@@ -221,8 +221,7 @@ class SwarmFaults(compose_runtime.ContainerFaults):
         running = ("--filter", "desired-state=running", "--format", "{{.Node}}")
         shown = ask_manager("service", "ps", *running, service)
         on = shown.splitlines()[0] if shown else ""
-        node = next((candidate for candidate in list_nodes() if candidate.name == on), None)
-        if node is None:
+        if (node := next((each for each in list_nodes() if each.name == on), None)) is None:
             raise ClusterError(f"{task} runs on no host of the Swarm now; `docker service ps {service}` says why")
         if node.is_manager:
             return ()
@@ -261,8 +260,7 @@ class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
         if not self.probe().ready:
             return []
         found = list_nodes()
-        away = [f"{node.name} ({node.obstacle})" for node in found if node.obstacle]
-        if away:
+        if away := [f"{node.name} ({node.obstacle})" for node in found if node.obstacle]:
             fix = "docker node update --availability active"
             return [Finding("swarm", "warning", f"no tasks on {', '.join(away)}", fix)]
         return [Finding("swarm", "ok", ", ".join(node.name for node in found))]
