@@ -48,9 +48,8 @@ PROBE = ROOT / "docker" / "see_gpus.py"
 def examine_machine(port: int = tensorboard.PORT) -> list[Finding]:
     """Return the findings about this machine. Changes nothing; only `examine_gpus` starts a container."""
     findings = [_python(), _packages(), _processor(), _disk(), _data(), _port(port)]
-    for runtime in registry.RUNTIMES.values():
-        findings += runtime.examine()
-    return findings + examine_gpus()
+    of_runtimes = [finding for runtime in registry.RUNTIMES.values() for finding in runtime.examine()]
+    return [*findings, *of_runtimes, *examine_gpus()]
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

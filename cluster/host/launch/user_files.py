@@ -130,10 +130,8 @@ def locate_packages(requirements: Path, python: str) -> Path:
     except OSError as error:
         expected = "expected a file as `pip install -r` reads it"
         raise UsageError(f"--requirements {str(requirements)!r}: {error.strerror}; {expected}") from error
-    digest = hashlib.sha256()
     parts = [python.encode(), LOCK.read_bytes(), text, *_files_named_in(text.decode(errors="replace"), requirements)]
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
     return PACKAGES / digest.hexdigest()[:16]
 
 

@@ -145,10 +145,8 @@ def render_run_file(request: Request, config: Mapping[str, Any], folder: Path) -
         lines += ["", "# The script's arguments", f"{ARGS} = {_literal(list(request.arguments))}"]
     for table in sorted({key.rpartition(".")[0] for key in train}):
         lines += ["", f"[{'.'.join(filter(None, [TRAIN, table]))}]"]
-        for key, value in train.items():
-            parent, _, last = key.rpartition(".")
-            if parent == table:
-                lines.append(f"{last} = {_literal(value)}")
+        keys = [key for key in train if key.rpartition(".")[0] == table]
+        lines += [f"{key.rpartition('.')[2]} = {_literal(train[key])}" for key in keys]
     return "\n".join([*lines, ""])
 
 

@@ -41,10 +41,8 @@ LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 def process_variables(names: Collection[str] = ()) -> dict[str, str]:
     """Return the variables that local tasks inherit, with the additional ones of `--env`."""
     listed = PROCESS | {*names, *PROXIES}
-    inherited = {}
-    for name, value in os.environ.items():
-        if name in listed or name.startswith("LC_") or _for_every_task(name):
-            inherited[name] = value
+    present = [name for name in os.environ if name in listed or name.startswith("LC_") or _for_every_task(name)]
+    inherited = {name: os.environ[name] for name in present}
     if "PYTHONPATH" in inherited:  # tasks run in another folder than the caller
         inherited["PYTHONPATH"] = os.pathsep.join(python_path())
     return inherited

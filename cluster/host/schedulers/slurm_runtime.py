@@ -118,23 +118,19 @@ class Queue:
 def batch_script(work: Workload) -> str:
     """Return the batch script of a run, whose nodes are not known yet."""
     step = shlex.join([sys.executable, "-m", "cluster.agent.schedulers.slurm"])
-    directives = []
-    for option in sbatch_options(work):
-        name, equals, text = option.partition("=")
-        directives.append(f"#SBATCH {name}{equals}{shlex.quote(text) if equals else ''}")
+    options = [option.partition("=") for option in sbatch_options(work)]
+    directives = [f"#SBATCH {name}{equals}{shlex.quote(text) if equals else ''}" for name, equals, text in options]
     payload = work.payload
     more = payload.environment(work.cluster, payload.local_path())
     given = {name: value for name, value in more.items() if value is not None}
     own = {"RUN_DIR": str(work.run.path), "DATA_DIR": str(work.data_dir)}
     gpus = {"GPUS_PER_TASK": work.job.gpus_per_task} if work.job.gpus_per_task else {"CUDA_VISIBLE_DEVICES": NO_DEVICE}
     elsewhere = {"TMPDIR", *payload.caller_variables}  # a node has another folder
-    exports = []
-    for name, value in sorted((process_variables() | given | own | gpus).items()):
-        if name not in elsewhere and not name.startswith("SLURM"):
-            exports.append(f"export {name}={shlex.quote(value)}")
+    variables = process_variables() | given | own | gpus
+    exported = [name for name in sorted(variables) if name not in elsewhere and not name.startswith("SLURM")]
     values = {
         "directives": "\n".join(directives),
-        "exports": "\n".join(exports),
+        "exports": "\n".join(f"export {name}={shlex.quote(variables[name])}" for name in exported),
         "stop": shlex.quote(f"{step} stop"),
         # The job of an elastic run survives the loss of a node.
         "losses": "--no-kill --wait=0" if work.elastic else f"--wait={LEAVE_S}",

@@ -312,10 +312,8 @@ class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
     def start_commands(self, work: Workload) -> list[str]:
         name = stack_name(work.run.path)
         label = f"--label=com.docker.stack.namespace={name}"  # removed with the stack
-        create = []
-        for variable in work.payload.caller_variables:
-            words = ["docker", "secret", "create", label, f"{name}-{variable}", "-"]
-            create.append(f'printf %s "${variable}" | {shlex.join(words)}')
+        secret = shlex.join(["docker", "secret", "create", label])
+        create = [f'printf %s "${each}" | {secret} {name}-{each} -' for each in work.payload.caller_variables]
         # Without resolution, every host uses the image of this name, which was copied there or which it pulls.
         options = ["--detach=true", "--resolve-image=never", f"--compose-file={work.run.compose}"]
         return [*create, shlex.join(["docker", "stack", "deploy", *options, name])]
