@@ -187,10 +187,8 @@ def place_gpus(
     """Assign GPUs to tasks, except those in `busy`, on which other runs train, with the names of these runs."""
     tasks = [task.name for task in (*cluster.of(Role.CHIEF), *cluster.of(Role.WORKER))]
     busy = busy or {}
-    if request.ids:
-        pool = _named(request, machine, busy)
-    else:
-        pool = [gpu for gpu in machine.gpus if not gpu.mig and gpu.id not in busy]
+    unused = [gpu for gpu in machine.gpus if not gpu.mig and gpu.id not in busy]
+    pool = _named(request, machine, busy) if request.ids else unused
     per_task = _share(request, len(pool), len(machine.gpus) - len(pool), len(tasks))
     if any(gpu.id.startswith("MIG-") for gpu in pool) and (per_task > 1 or cluster.kind.collective):
         why = "MIG instances cannot train together (a process sees one, and NCCL connects none)"

@@ -152,8 +152,7 @@ def judge_case(case: Case, ended: CaseOutcome, reference: CaseOutcome | None) ->
         status, detail = FAILED, f"nothing to compare it with: {CASES[0].name} failed"
     else:
         if case.kind.synchronous:
-            apart = [abs(ended.losses[step] / reference.losses[step] - 1) for step in range(1, PARITY_STEPS + 1)]
-            parity = max(apart)
+            parity = max(abs(ended.losses[step] / reference.losses[step] - 1) for step in range(1, PARITY_STEPS + 1))
         problem = _disagreement(ended, reference, parity)
         status, detail = (FAILED, problem) if problem else (OK, _in_words(ended, parity))
     row = {"strategy": case.kind.class_name, "loop": case.loop, "keras": ended.keras}

@@ -219,10 +219,9 @@ def _resolve(
 def build_cluster(request: Request) -> ClusterSpec:
     """Return the cluster of a request, which must already have the topology of the run that it resumes."""
     strategy = strategies.requested(request.strategy or strategies.AUTO)
+    pipelines = 1
     if request.stages is not None:
         request, pipelines = _lay_out_stages(request, request.stages, strategy)
-    else:
-        pipelines = 1
     return spec.build(
         workers=request.workers,
         ps=request.ps or 0,

@@ -117,8 +117,7 @@ def print_plan(plan: Plan) -> None:
     """Print the runtime, the notes and the data of a plan."""
     tasks = counted(len(plan.cluster.tasks), "task")
     data = [f"data: {plan.data}"] if plan.data else []  # otherwise the command that prepares it prints this
-    first = f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}"
-    print_lines(first, *plan.notes, *data)
+    print_lines(f"{plan.cluster.strategy_class} on {tasks} as {plan.why_runtime}", *plan.notes, *data)
 
 
 def list_commands(plan: Plan) -> list[str]:
