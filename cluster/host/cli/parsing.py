@@ -294,20 +294,18 @@ def find_candidates(collection: Collection, contexts: dict[str, ParserContext], 
 
 
 def _values_after(context: ParserContext, words: Sequence[str]) -> list[str]:
-    name, num_positional, flag = "", 0, ""
+    num_positional, flag = 0, ""
     for word in words[1:]:
         if word == "=":  # bash splits words at it
             continue
-        argument = context.flags.get(word)
-        if argument:
+        if argument := context.flags.get(word):
             flag = argument.name if argument.takes_value else ""
         elif flag:
             flag = ""
         else:
             num_positional += 1
-    if flag:
-        name = flag
-    elif num_positional < len(context.positional_args):
+    name = flag
+    if not flag and num_positional < len(context.positional_args):
         name = context.positional_args[num_positional].name
     if name == "resume" and context.name == "sweep":
         name = "sweep"
