@@ -145,9 +145,8 @@ def run_sweep(sweep: Sweep, parallel: int) -> int:
     rows = best_first(sweep.name)
     print_lines(*listing.table_lines(rows))
     done = {row["run"] for row in rows if row["result"] == records.OutcomeState.SUCCEEDED}
-    done |= {
-        row["run"] for row in rows if row["result"] == records.OutcomeState.STOPPED and row["run"] in loop.sweep.dropped
-    }
+    stopped = {row["run"] for row in rows if row["result"] == records.OutcomeState.STOPPED}
+    done |= stopped & loop.sweep.dropped.keys()
     bad = [trial.run for trial in sweep.trials if trial.run not in done]
     print_lines(f"{counted(len(bad), 'trial')} failed: {', '.join(bad)}" if bad else f"next: {COMMAND} tensorboard")
     return EXIT_FAILED if bad else EXIT_DONE

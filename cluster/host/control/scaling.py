@@ -55,9 +55,8 @@ def scale_run(
     if not swapped:
         return _report_end(run, sh, f"{run.name} ended before it was scaled")
     after = planned.cluster
-    counts: dict[str, int] = {}
-    for when, cluster in (("before", before), ("after", after)):
-        counts |= {f"workers_{when}": _workers(cluster), f"ps_{when}": len(cluster.of(Role.PS))}
+    counts = {"workers_before": _workers(before), "ps_before": len(before.of(Role.PS))}
+    counts |= {"workers_after": _workers(after), "ps_after": len(after.of(Role.PS))}
     run.event("chief", "scaled", step=step, **counts)
     reached = f"step {step}"
     if done > step:  # an evaluator reports only steps that were saved
