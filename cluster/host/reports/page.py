@@ -7,7 +7,7 @@ security policy that allows none.
 import math
 import string
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,8 @@ TEMPLATE = string.Template(Path(__file__).with_name("report.html").read_text())
 
 def render_page(run: RunFolder) -> str:
     """Return the page about a run, which may still be running; raise DamagedError without valid run records."""
-    row = listing.describe_run(run)
     sections = [
-        ("", _head(run, row)),
+        ("", _head(run, listing.describe_run(run))),
         ("Curves", _curves(run)),
         ("Cluster", _cluster(run)),
         ("Restarts", _restarts(run)),
@@ -124,12 +123,10 @@ def _table(pairs: Iterable[tuple[str, Any]]) -> str:
     return _rows([], shown[:MAX_ROWS]) + more if shown else ""
 
 
-def _rows(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> str:
-    right = set(numbers)
-
+def _rows(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Collection[int] = ()) -> str:
     def cells(tag: str, row: Sequence[object]) -> str:
         return "".join(
-            f"<{tag}{' class=number' if at in right else ''}>{escape(str(value)[:1000])}</{tag}>"
+            f"<{tag}{' class=number' if at in numbers else ''}>{escape(str(value)[:1000])}</{tag}>"
             for at, value in enumerate(row)
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import re
@@ -151,7 +150,7 @@ def print_logs(
             head = f"{name:<{width}} |"
             head = f"\x1b[{COLOURS[at % len(COLOURS)]}m{head}\x1b[m" if coloured else head
             lines = new_lines(reader, ended=ended, terminal=terminal, styled=coloured)
-            for line in lines if last is None else collections.deque(lines, last):
+            for line in lines if last is None else deque(lines, last):
                 silent.discard(name)
                 print(f"{head} {line}" if len(names) > 1 else line)
         sys.stdout.flush()
