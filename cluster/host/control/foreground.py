@@ -79,8 +79,7 @@ def stop(run: RunFolder, by: str, timeout_s: float | None = None) -> Summary:
     run.insist_on_stop(by)
     if registry.find_runtime(run).cancel_queued(run):
         teardown.record_end(run)  # no task is there to do it
-    if timeout_s is None:
-        timeout_s = stop_timeout_s(run)
+    timeout_s = stop_timeout_s(run) if timeout_s is None else timeout_s
     told_at = time.monotonic()
 
     def tell(value: dict[str, Any]) -> None:

@@ -153,8 +153,7 @@ class Uploader:
         text = f"{self._url.partition('?')[0]}: " + (f"checkpoint of step {max(steps)}" if steps else "no checkpoint")
         text += " and the export" if self._of_kind(EXPORT) else ""
         text += f"; the last upload failed: {self._error}" if self._error else ""
-        process = processes.identity(os.getpid())
-        upload = mirror.Upload(id=self._run_id, process=process, text=text, complete=complete)
+        upload = mirror.Upload(id=self._run_id, process=processes.identity(os.getpid()), text=text, complete=complete)
         if upload != self._reported:
             write_json(self._run.outside(mirror.RECORD), upload.to_json())
             self._reported = upload

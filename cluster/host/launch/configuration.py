@@ -85,8 +85,7 @@ def check_config(
 def measure_model(config: dict[str, Any], cluster: ClusterSpec, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the number of a model's parameters, and the bytes of its parts, such as weights and activations."""
     command = _preflight_command("memory", config, cluster)
-    found = user_code.run(command, f"--model {config['model']!r}", "PRESET_TIMEOUT_S", environment=environment)
-    return dict(found)
+    return dict(user_code.run(command, f"--model {config['model']!r}", "PRESET_TIMEOUT_S", environment=environment))
 
 
 def _preflight_command(work: str, config: dict[str, Any], cluster: ClusterSpec, **numbers: int | None) -> list[str]:

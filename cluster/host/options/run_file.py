@@ -59,8 +59,7 @@ def read_run_file(name: str, taken: Collection[str] = tuple(OPTIONS)) -> RunFile
     """
     path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  # leaves a home folder that is not known
     try:
-        text = path.read_text(encoding="utf-8")
-        table = dashed(tomllib.loads(text))
+        table = dashed(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"--file {name!r}: {error.strerror}; expected a TOML file with options of `up`") from None
     except (ValueError, RecursionError) as error:

@@ -357,8 +357,7 @@ class Compose(ContainerRuntime):
             nvidia.check_engine()
 
     def start_commands(self, work: Workload) -> list[str]:
-        names = [task.name for task in work.cluster.tasks]
-        return [overlay_command(work.run.compose, *UP, *names)]
+        return [overlay_command(work.run.compose, *UP, *(task.name for task in work.cluster.tasks))]
 
     def alive(self, run: RunFolder) -> bool:
         return is_running(project(run.path))

@@ -71,8 +71,7 @@ class ProcessFaults(FaultInjector):
         recorded = self.processes(task)["program"]
         if not processes.alive(recorded):
             return
-        pages = int(Path(f"/proc/{recorded['pid']}/statm").read_text().split()[0])
-        size = pages * resource.getpagesize()
+        size = int(Path(f"/proc/{recorded['pid']}/statm").read_text().split()[0]) * resource.getpagesize()
         resource.prlimit(recorded["pid"], resource.RLIMIT_AS, (size, size))
 
     def undo(self, task: str) -> None:

@@ -117,8 +117,7 @@ def _stop(runs_dir: Path, sh: Callable[[str], object]) -> bool:
         return False
     if record["runtime"] == CONTAINER:
         ended = _container_runs(runs_dir)
-        words = ("down", "--timeout", "5", "--volumes")
-        command = compose_command(runs_dir, record["port"], *words)
+        command = compose_command(runs_dir, record["port"], "down", "--timeout", "5", "--volumes")
         compose_runtime.run_ending(command, sh, "TensorBoard is in a container, which may continue")
     else:
         ended = processes.end(record["process"])

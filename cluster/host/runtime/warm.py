@@ -351,9 +351,8 @@ def _preload(order: Mapping[str, Any]) -> dict[str, str]:
 def main() -> None:
     """Import for the order on the connection, and become the run's supervisor once the run folder is complete."""
     began, first, warm = time.time(), socket.socket(fileno=os.dup(0)), None
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    with Path(os.devnull).open("rb") as null:
+        os.dup2(null.fileno(), 0)
     connection, order = first, receive(first)
     if order["keep_s"]:
         warm = Warm(order, began)

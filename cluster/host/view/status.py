@@ -211,9 +211,8 @@ def ended_lines(run: RunFolder) -> list[str]:
     """Return the final lines about a run with a summary: its result, its folder, and the next commands."""
     summary = records.read_record(run.summary, Summary.from_json)
     port, shown_path = tensorboard.running_port(run.path.parent), short_path(run.path)
-    lines = []
     if summary.state == "failed":
-        lines += _failure(run, summary)
+        lines = _failure(run, summary)
     else:
         found = summary.score
         score_text = f", {found[0]} {found[1]:.4f} on the test set" if found else ""
@@ -225,7 +224,7 @@ def ended_lines(run: RunFolder) -> list[str]:
             serves = any(cluster.serves(task) for task in cluster.tasks)
             work = "the chief's script ended" if serves and summary.state != "stopped" else "every task's script ended"
             work += "" if summary.state == "stopped" else " with 0"
-        lines += [f"{summary.state}: {work} in {summary.wall_s:.1f} s{start}{score_text}{restarts}"]
+        lines = [f"{summary.state}: {work} in {summary.wall_s:.1f} s{start}{score_text}{restarts}"]
     lines += [f"tasks        {change}" for change in summary.membership[-SHOWN_CHANGES:]]
     if summary.goodput_split:
         lines += [f"time         {goodput.line(summary.goodput_split)}"]

@@ -131,8 +131,7 @@ def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
 @task()
 def compare(c, run=None, other=None, third=None, fourth=None, json=False):
     """Show what differs between runs, their results, and whether their final weights are the same."""
-    words = [run, other, third, fourth]
-    names = [name for word in words for name in (word or "").split(",") if name]
+    names = [name for word in (run, other, third, fourth) for name in (word or "").split(",") if name]
     if len(names) < 2 or len(set(names)) < len(names):
         raise UsageError(f"compare {' '.join(names)}: name two runs or more: {COMMAND} compare first second third")
     if len(names) > listing.MAX_RUNS:

@@ -77,8 +77,7 @@ def run_command(command: str) -> int:
 def _print_command(command: str) -> None:
     wrapper = textwrap.TextWrapper(terminal_width() - 2, break_long_words=False, break_on_hyphens=False)
     wrapper.subsequent_indent = "    "
-    lines = wrapper.wrap(f"$ {command}")
-    print("\n" + " \\\n".join(lines), flush=True)
+    print("\n" + " \\\n".join(wrapper.wrap(f"$ {command}")), flush=True)
 
 
 def _print_paragraph(text: str) -> None:
