@@ -223,11 +223,10 @@ class Members:
             return  # only the last evaluation and the export are left, which a restart would repeat
         if self._returns is None:
             self._returns = Returns(membership.times_left_out(self._run.folder))
-        beats = {name: self._run.heartbeat(name) for name in left_out}
         waiting = {
             name: beat.updated_at
-            for name, beat in beats.items()
-            if beat and (beat.state, beat.generation) == (TaskState.WAITING, generation)
+            for name in left_out
+            if (beat := self._run.heartbeat(name)) and (beat.state, beat.generation) == (TaskState.WAITING, generation)
         }
         if not (due := self._returns.due(waiting, saved)):
             return
@@ -235,8 +234,7 @@ class Members:
         token = joining.generation_token(self._run.folder, generation)
         back = {n for n in due if not rendezvous.dial(self._task, self._everyone.task(n), token, PROBE_S)}
         if back and not self._run.stop_requested:
-            names = ", ".join(sorted(back))
-            end = End(min(back), EXTERNAL, f"{names} returned and is taken in", None, time.time())
+            end = End(min(back), EXTERNAL, f"{', '.join(sorted(back))} returned and is taken in", None, time.time())
             recovery.change_members(generation, left_out - back, end, "taken in")
 
     def await_turn(self, generation: int, is_over: Callable[[], bool], listener: Task) -> None:

@@ -132,15 +132,14 @@ class Roster:
         self._outcome = self._outcome or self._run.outcome
         now = self._clock()
         linked = {name for name, at in self._received_at.items() if now - at < SILENCE_S}
-        news = News(
+        return News(
             number=self._number,
             begun=self._run.generation_record(self._number),
             outcome=self._outcome,
             stop=self._run.stop_request,
             unlinked=_few(set(self._others) - linked),
             absent=_few(self._members - self._here),
-        )
-        return news.to_json()
+        ).to_json()
 
 
 def urgent(digest: dict[str, Any]) -> dict[str, Any]:

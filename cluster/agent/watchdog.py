@@ -121,8 +121,7 @@ class Watchdog:
         trains = sorted(task.name for task in self._spec.tasks if not task.role.is_sidecar)
         if time.monotonic() - self._began < timeout_s or not self._behind.issuperset(trains):
             return None
-        missing = ", ".join(trains)
-        error = f"no task joined generation {self._generation} in {timeout_s:g} s: missing {missing}"
+        error = f"no task joined generation {self._generation} in {timeout_s:g} s: missing {', '.join(trains)}"
         return Stall(trains[0], error, "late")
 
     def describe_late(self, cause: str, *silent: str) -> str:
@@ -210,8 +209,7 @@ class Watchdog:
         for name in (task.name for task in self._spec.members if task.name not in known):
             beat = beats.get(name)
             if self._scripted if beat is None else _is_running(beat):
-                since = self._since(name, beat and beat.updated_at, now)
-                found[name] = beat is None, now - since
+                found[name] = beat is None, now - self._since(name, beat and beat.updated_at, now)
         return found
 
     def _vouch(self, beat: Heartbeat) -> None:
@@ -242,11 +240,9 @@ class Watchdog:
                 patience_s = IMPORT_S
             if mine and beats[name].state == "waiting":  # the program has not written its first heartbeat yet
                 quiet_s, patience_s = now - self._began, IMPORT_S
-            if not _is_running(beats[name]) or quiet_s < patience_s:
-                continue
-            if not mine and self._spec.task(name).role.is_sidecar:
-                continue
-            return Stall(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
+            counts = mine or not self._spec.task(name).role.is_sidecar
+            if counts and _is_running(beats[name]) and quiet_s >= patience_s:
+                return Stall(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
         # Without a rendezvous a task may never join the generation.
         waited_s = now - self._began
         late = sorted(name for name in self._behind if not self._spec.task(name).role.is_sidecar)

@@ -47,8 +47,7 @@ def main() -> int:
         await_layout(run, settings.seconds("RENDEZVOUS_TIMEOUT_S"))
     if not given:
         _replace_tf_config(run, task)
-    copy = TaskCopy.register(run, task)
-    code = run_agent([sys.executable, "-m", "cluster.agent"], run, copy)
+    code = run_agent([sys.executable, "-m", "cluster.agent"], run, TaskCopy.register(run, task))
     if code in (None, EXIT_PEER_LOST):  # replaced by a newer pod, or asked to end while the run continues without it
         return EXIT_INTERRUPTED
     return processes.as_exit_code(code) or result_code(run)
