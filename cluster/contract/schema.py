@@ -158,11 +158,8 @@ def dictionary(record: type[Record]) -> Callable[[Any], dict[str, Any]]:
 
     def check(value: Any) -> dict[str, Any]:  # does not build a record: metrics have millions of rows
         known = {name: _plain(each) for name, each in _known(record, value).items()}
-        result: dict[str, Any] = value | known
-        for each in written:
-            if each.name not in result:
-                result[each.name] = _plain(_default(each))
-        return result
+        missing = {each.name: _plain(_default(each)) for each in written if each.name not in value}
+        return {**value, **known, **missing}
 
     return check
 
