@@ -61,8 +61,7 @@ def share(parts: Mapping[str, float] | None) -> float | None:
 
 def checkpoint_every_s(newest_first: Iterable[TimeLedger]) -> float | None:
     """Return the planned seconds between checkpoints, from the newest ledger that has them; None if set in steps."""
-    saves = next((ledger.saves for ledger in newest_first if ledger.saves), {})
-    return saves.get("every_s")
+    return next((ledger.saves for ledger in newest_first if ledger.saves), {}).get("every_s")
 
 
 def line(parts: Mapping[str, float]) -> str:

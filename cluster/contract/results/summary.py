@@ -143,17 +143,15 @@ def _restarts(summary: Summary) -> list[str]:
         f"| {'-' if each.steps_lost is None else each.steps_lost} |"
         for each in summary.restarts[:MAX_RESTARTS]
     ]
-    head = ["## Restarts", "", "| generation | task | cause | steps lost |", "|---|---|---|---|"]
-    return [*head, *rows, ""]
+    return ["## Restarts", "", "| generation | task | cause | steps lost |", "|---|---|---|---|", *rows, ""]
 
 
 def _again(run: RunFolder, summary: Summary) -> list[str]:
     """Return shell commands. A run's name needs no quoting."""
-    commands = {}
     if run.script:
-        commands[f"{COMMAND} logs --run {run.name}"] = "what the script printed"
+        commands = {f"{COMMAND} logs --run {run.name}": "what the script printed"}
     else:
-        commands[f"{COMMAND} report {run.name}"] = "one page: curves, restarts, configuration"
+        commands = {f"{COMMAND} report {run.name}": "one page: curves, restarts, configuration"}
     if summary.state != "succeeded":
         commands[f"{COMMAND} up --resume {run.name}"] = "continue from the newest checkpoint"
     elif not run.script:
