@@ -82,8 +82,7 @@ def attempts_of_task(run: RunFolder, task: str) -> list[EndedAttempt]:
 def restarted_alone(run: RunFolder, task: str) -> list[Event]:
     """Return the events of a task's separate restarts since `up` or `scale`."""
     first = first_generation(run)
-    events = [e for e in run.events() if e.task == task and e.event == "restarted"]
-    return [e for e in events if e.generation >= first]
+    return [e for e in run.events() if (e.task, e.event) == (task, "restarted") and e.generation >= first]
 
 
 def count_restarts(run: RunFolder, task: str) -> int:

@@ -71,8 +71,7 @@ class Saved:
         for name, (size_bytes, digest) in files.items():
             path = self.folder / name
             try:
-                actual_bytes = path.stat().st_size
-                if actual_bytes != size_bytes:
+                if (actual_bytes := path.stat().st_size) != size_bytes:
                     return f"{name} has {actual_bytes} bytes, expected {size_bytes}"
                 if contents and sha256(path) != digest:
                     return f"{name} has changed since it was saved"
@@ -103,8 +102,7 @@ def find_newest_good(folder: Path, warn: Callable[[str], None] = print, up_to: i
     for saved in list_finished(folder):
         if up_to is not None and saved.step > up_to:
             continue
-        damage = saved.damage()
-        if damage is None:
+        if (damage := saved.damage()) is None:
             return saved
         warn(f"warning: checkpoint of step {saved.step} is damaged ({damage}) and is skipped")
     return None

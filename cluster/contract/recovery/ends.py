@@ -86,8 +86,7 @@ def _path(run: RunFolder, generation: int, task: str) -> Path:
 
 def ended_tasks(run: RunFolder, generation: int) -> frozenset[str]:
     """Return the tasks whose agents have reported an end in this generation."""
-    paths = (run.control / "ends").glob(f"{generation}-*.json")
-    return frozenset(path.stem.partition("-")[2] for path in paths)
+    return frozenset(path.stem.partition("-")[2] for path in (run.control / "ends").glob(f"{generation}-*.json"))
 
 
 def root_cause(run: RunFolder, generation: int, own: End) -> End:
@@ -125,8 +124,7 @@ def find_error(lines: Sequence[str], code: int) -> str | None:
         frames = lines[begin + 1 :]
         at = next((at for at, line in enumerate(frames) if line and not line[0].isspace()), len(frames))
         return _short([line.strip() for line in frames[at:] if line.strip()]) or None
-    named = [line for line in lines if _NAMED.match(line)]
-    return _short(named[-1:]) or None
+    return _short([line for line in lines if _NAMED.match(line)][-1:]) or None
 
 
 def _crash(lines: Sequence[str]) -> str | None:

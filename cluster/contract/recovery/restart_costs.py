@@ -48,7 +48,6 @@ def _gang_cost(spec: ClusterSpec, scripted: bool, generation: Generation, events
     number = generation.generation
     later = [e for e in events if e.generation == number and e.time >= generation.time]
     failed_at = _failed_at(generation, events)
-    resumed_at = training_began(spec, later)
     began = next((e for e in later if e.event in ("restored", "initialized")), None)
     restored = began.step if began else None
     return Restart(
@@ -58,7 +57,7 @@ def _gang_cost(spec: ClusterSpec, scripted: bool, generation: Generation, events
         detected_s=round(generation.time - failed_at, 3),
         steps_lost=None if restored is None else max(0, generation.step - restored),
         restored_from=str(began.detail.get("source", "")) if began else "",
-        **_resumption(scripted, failed_at, resumed_at),
+        **_resumption(scripted, failed_at, training_began(spec, later)),
     )
 
 
@@ -86,8 +85,7 @@ def _injected(events: list[Event], generation: int, until: float, task: str = ""
 
 def _lone_cost(scripted: bool, event: Event, events: list[Event], later: list[Event]) -> Restart:
     """Return the cost of a separate restart of one task. It repeats no steps, since the other tasks continue."""
-    injected = _injected(events, event.generation, event.time, event.task)
-    failed_at = injected or event.detail.get("failed_at", event.time)
+    failed_at = _injected(events, event.generation, event.time, event.task) or event.detail.get("failed_at", event.time)
     resumed = ("resumed", event.task, event.generation)
     resumed_at = next((e.time for e in later if (e.event, e.task, e.generation) == resumed), None)
     return Restart(

@@ -70,8 +70,7 @@ def last_step(run: RunFolder, task: str, generation: int) -> int:
 
 def newest_step(run: RunFolder, generation: int) -> int:
     """Return the last step of any task in this generation; -1 if none did any."""
-    names = [task.name for task in run.load_cluster().tasks]
-    return max(last_step(run, name, generation) for name in names)
+    return max(last_step(run, task.name, generation) for task in run.load_cluster().tasks)
 
 
 def single_steps(
