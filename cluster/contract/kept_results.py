@@ -94,8 +94,7 @@ def watch() -> None:
 
 def opened() -> list[str]:
     """Return the files of the user's imported modules, and the files and folders opened since `watch`."""
-    modules = {str(Path(file).absolute()) for file in imported()}
-    return sorted(filter(is_users, _opened | modules))
+    return sorted(filter(is_users, _opened | {str(Path(file).absolute()) for file in imported()}))
 
 
 def is_module(path: str) -> bool:
@@ -129,8 +128,7 @@ def is_users(path: str) -> bool:
 
 @functools.cache
 def _outside() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     others = [*installed, f"{ROOT}/cluster", f"{ROOT}/train", tempfile.gettempdir(), "/proc", "/sys"]
     return tuple(f"{folder}/" for folder in others)
 
