@@ -188,8 +188,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 def parse_age(text: str, option: str = "older") -> float:
     """Return an age such as `7d`, `12h`, `30m` or `2w` in seconds."""
-    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
-    if not match:
+    if not (match := re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())):
         raise UsageError(f"--{option} {text!r}: expected a number followed by s, m, h, d or w, such as 7d")
     return float(match[1]) * UNITS[match[2]]
 

@@ -61,8 +61,7 @@ def free_bytes() -> int:
 
 def is_short() -> bool:
     """Whether memory is short, by `SHORT_BYTES` or `SHORT_WAITS`."""
-    pressure = _own("memory.pressure", str(PRESSURE))
-    waits = re.search(r"some avg10=([0-9.]+)", pressure)
+    waits = re.search(r"some avg10=([0-9.]+)", _own("memory.pressure", str(PRESSURE)))
     return free_bytes() < SHORT_BYTES or (waits is not None and float(waits[1]) > SHORT_WAITS)
 
 

@@ -150,8 +150,7 @@ class LivenessMonitor:
         self._generation = generation
         self._silent_s = {name: 0.0 if name in changed else self._silent_s[name] + passed_s for name in beats}
         self._seen = beats
-        lost = {name for name, silent_s in self._silent_s.items() if silent_s > LOST_AFTER_S}
-        return with_lost(beats, lost)
+        return with_lost(beats, {name for name, silent_s in self._silent_s.items() if silent_s > LOST_AFTER_S})
 
 
 def read_live_heartbeats(run: RunFolder, *names: str) -> dict[str, Heartbeat]:

@@ -63,8 +63,7 @@ def copy_output(stream: IO[bytes], log: Path, last_lines: list[str], noise: tupl
 def _pass_on(lines: list[bytes], log: Path, last_lines: list[str], noise: tuple[bytes, ...]) -> bytes:
     """Write lines to the log, stdout and `last_lines`; return the written bytes."""
     kept = [line for line in lines if line and not any(part in line for part in noise)]
-    data = b"".join(kept)
-    if not data:
+    if not (data := b"".join(kept)):
         return b""
     append_output(log, data)
     with contextlib.suppress(OSError):
@@ -108,8 +107,7 @@ def _begin_part(log: Path) -> None:
         return
     if os.path.lexists(previous):
         with open_file(first, "r+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - len(GAP)))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - len(GAP)))
             if file.read() != GAP:
                 file.write(GAP)
         remove(previous)
