@@ -111,8 +111,7 @@ def fetch_from_debian(dataset: str, files: Sequence[SourceFile], folder: Path) -
     """Extract the original `files` from Debian's package for `dataset` into `folder`."""
     if dataset not in PACKAGES:
         raise PrerequisiteError(f"Debian has no package of {dataset}")
-    missing = [command for command in ("apt-get", "dpkg-deb") if shutil.which(command) is None]
-    if missing:
+    if missing := [command for command in ("apt-get", "dpkg-deb") if shutil.which(command) is None]:
         raise PrerequisiteError(f"no {' and no '.join(missing)} on this machine")
     package = PACKAGES[dataset]
     scratch = folder.resolve() / "apt"  # apt would look for a relative path below its own folders
@@ -172,8 +171,6 @@ def _run(command: Sequence[str], cwd: Path) -> tuple[int, str]:
 def _first_error(*outputs: str) -> str:
     """Return the most informative line: a file that could not be fetched (a warning of apt), or the first error."""
     lines = [line.strip() for output in outputs for line in output.splitlines()]
-    for mark in ("W: Failed", "E: ", "dpkg-deb: error"):
-        for line in lines:
-            if line.startswith(mark):
-                return line.removeprefix("W: ").removeprefix("E: ")
-    return "no reason given"
+    marks = ("W: Failed", "E: ", "dpkg-deb: error")
+    found = (line for mark in marks for line in lines if line.startswith(mark))
+    return next(found, "no reason given").removeprefix("W: ").removeprefix("E: ")
