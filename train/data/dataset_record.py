@@ -235,8 +235,7 @@ class DatasetRecord(abc.ABC):
                 store.say(f"DIFFERENT {path}")
                 differing.append(str(path))
         if differing:
-            changed = ", ".join(differing)
-            raise RunFailed(f"{changed}: changed since they were prepared; {advice(self.kind, self.name)}")
+            raise RunFailed(f"{', '.join(differing)}: changed since they were prepared; {advice(self.kind, self.name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,8 +224,7 @@ def train_feed(
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         replicas = Replicas.from_context(context).numbers
         first, last = (shards.first(replica) for replica in (replicas.start, replicas.stop))
-        parts = Replicas(shards.total, first, last - first)
-        batch_slice = BatchSlice(global_batch, seed, first_step, replicas=parts)
+        batch_slice = BatchSlice(global_batch, seed, first_step, replicas=Replicas(shards.total, first, last - first))
         batches = source.train_dataset(batch_slice)
         if whole:
             return batches

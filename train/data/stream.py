@@ -97,9 +97,8 @@ def _read_window(split: Split, seed: int, number: tf.Tensor, skipped: tf.Tensor)
     key = _key(seed, epoch, window + 1)
 
     def shuffle(raw_n: tf.Tensor) -> tf.Tensor:
-        size = tf.size(raw_n, tf.int64)
         complete = tf.debugging.assert_equal(
-            size, count, "the shards hold more or fewer examples than their index says"
+            tf.size(raw_n, tf.int64), count, "the shards hold more or fewer examples than their index says"
         )
         with tf.control_dependencies([complete]):  # otherwise an index may be out of range first
             order_n = tf.random.experimental.stateless_shuffle(tf.range(count), key, alg="philox")

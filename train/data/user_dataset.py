@@ -145,9 +145,8 @@ def array_of(subject: str, part: str, value: Any) -> np.ndarray:
         if array.max(initial=0) > np.iinfo(np.int64).max:
             raise UsageError(f"{subject} contain {array.max()}; expected whole numbers below 2**63")
         array = array.astype(np.int64)
-    stored = stored_dtype(subject, part, array.dtype)
     with np.errstate(over="ignore"):
-        array = np.ascontiguousarray(array, stored)
+        array = np.ascontiguousarray(array, stored_dtype(subject, part, array.dtype))
     if part != "features" and (bad := _not_finite(array)):
         raise UsageError(f"{subject} have {bad}; expected finite numbers")
     return array

@@ -304,8 +304,7 @@ def read_examples(record: DatasetRecord, split: str, shard: Shard) -> tf.data.Da
     if not isinstance(dataset, tf.data.Dataset):
         raise UsageError(f"--dataset {record.name!r} returned a tf.data.Dataset before; here {type(dataset).__name__}")
     example = record.splits[split].example
-    description = describe_dataset(record.name, split, dataset)
-    if description != example:
+    if (description := describe_dataset(record.name, split, dataset)) != example:
         raise UsageError(
             f"--dataset {record.name!r}: {split} example is {show_example(description)} in this task, "
             f"{show_example(example)} where it was examined; let all tasks see the same data"
@@ -380,8 +379,7 @@ def explain(error: Exception) -> ClusterError | None:
             "the dataset function's tf.data.Dataset calls Python (from_generator, py_function), which works only in "
             "the process that created it; return a random-access source"
         )
-    match = _WRONG_COUNT.search(str(error))
-    if match is None:
+    if not (match := _WRONG_COUNT.search(str(error))):
         return None
     expected, actual = match[1], int(match[3])
     if not actual:

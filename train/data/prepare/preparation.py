@@ -118,8 +118,7 @@ def _build(name: str, dataset: JargonFile | TfdsDataset, fetch: Fetch, scratch: 
     shutil.rmtree(sources, ignore_errors=True)  # files of an earlier source
     sources.mkdir()
     fetch(name, files, sources)
-    wrong = [file.name for file in files if sha256(sources / file.name) != file.sha256]
-    if wrong:
+    if wrong := [file.name for file in files if sha256(sources / file.name) != file.sha256]:
         raise PrerequisiteError(f"{', '.join(wrong)} not with the recorded sha256")
     say(f"{len(files)} files have the recorded sha256; building {name} from them (20 s with TFDS)")
     dataset.build(sources, scratch)
@@ -140,7 +139,6 @@ def write_arrays(
     `splits` has features, labels and optional weights of "train" and "test", see `Split`. `source` describes their
     origin, only in the record's JSON. For the other arguments see `ArrayRecord`.
     """
-    labels = [arrays[1] for arrays in splits.values()]
     index: dict[str, Any] = {"name": name, "version": version, "classes": classes}
 
     def count_outputs(classes: tuple[str, ...], *labels: np.ndarray) -> int:
@@ -148,7 +146,7 @@ def write_arrays(
             return values_in(labels[0].shape[1:])
         return len(classes) or 1 + max(int(array.max()) for array in labels)
 
-    num_outputs = named.each(count_outputs, classes, *labels)
+    num_outputs = named.each(count_outputs, classes, *(arrays[1] for arrays in splits.values()))
     index |= {"num_outputs": num_outputs, "source": source, "source_files": dict(source_files or {})}
     with store.new_folder(data_dir, "arrays", name, version) as folder:
         index["splits"] = {
@@ -171,8 +169,7 @@ def _write_part(path: Path, array: Named, dtypes: tuple[str, ...]) -> dict[str, 
 
     if array.dtype.name not in dtypes:
         raise ValueError(f"{path.name} must be {' or '.join(dtypes)}, not {array.dtype}")
-    data = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-    data.tofile(path)
+    array.astype(array.dtype.newbyteorder("<"), order="C", copy=False).tofile(path)
     return {"file": path.name, "shape": array.shape, "dtype": array.dtype.name, **blocks.digests(path)}
 
 

@@ -135,12 +135,11 @@ class _Layout:
 
     def to_json(self, num_classes: int) -> dict[str, Any]:
         labels = self.example["labels"]
-        quantities = labels.dtype == "float32"
         return {
             "features": asdict(self.example["features"]),
             "labels": asdict(labels),
             "weighted": "weights" in self.example,
-            "num_outputs": math.prod(labels.shape) if quantities else num_classes or self.most + 1,
+            "num_outputs": math.prod(labels.shape) if labels.dtype == "float32" else num_classes or self.most + 1,
         }
 
 

@@ -30,9 +30,7 @@ class TfdsDataset:
     """One version of a TFDS dataset in a data folder. It never downloads: `build` takes the files."""
 
     def __init__(self, name: str, version: str, data_dir: Path) -> None:
-        self._name = name
-        self._version = version
-        self._data_dir = data_dir
+        self._name, self._version, self._data_dir = name, version, data_dir
         self._folder = Path(self._builder(data_dir).data_path)
 
     def source_files(self) -> tuple[SourceFile, ...]:
