@@ -146,10 +146,9 @@ class FlipBit(Action):
         dice = random.Random(os.urandom(8))  # noqa: S311  # not for cryptography
         replica = dice.randrange(self._replicas)
         variables = [each for each in self._variables() if copy_of(each, replica).dtype == tf.float32]
-        places = {}
-        for at, each in enumerate(variables):  # the values in which a flipped bit lasts
-            places[at] = np.flatnonzero(np.abs(copy_of(each, replica).numpy()) > self.LEAST)
-        if not (used := [at for at, found in places.items() if found.size]):
+        # The values in which a flipped bit lasts.
+        places = [np.flatnonzero(np.abs(copy_of(each, replica).numpy()) > self.LEAST) for each in variables]
+        if not (used := [at for at, found in enumerate(places) if found.size]):
             return  # all weights are still zero
         remove(self._request)
         at, bit = dice.choice(used), dice.choice(self.BITS)
