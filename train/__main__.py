@@ -80,10 +80,8 @@ def train(run: RunFolder) -> int:
     preload.load(run.load_config(), run.load_cluster().strategy)
     from train import program
 
-    standby = None
-    if standby_cluster.VARIABLE in os.environ:
-        standby = _stand_by(run)
-    else:
+    standby = _stand_by(run) if standby_cluster.VARIABLE in os.environ else None
+    if not standby:
         if "STANDBY_PROCESS" in os.environ:
             program.rehearse(run)
         wait_at_gate()
