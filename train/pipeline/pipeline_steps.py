@@ -166,8 +166,7 @@ class PipelineSteps:
             self._norm = self._global_norm()
 
     def _by_variable(self, number: int, gradients: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
-        trained = self._task_stages.models[number].trained
-        return dict(zip(map(id, trained), gradients, strict=True))
+        return dict(zip(map(id, self._task_stages.models[number].trained), gradients, strict=True))
 
     def _update(self, number: int, sums: Sequence[tf.Tensor], at: int) -> tf.Tensor:
         """Apply a stage's gradients; return 0, or NaN if training must end.

@@ -86,8 +86,7 @@ class StageGraph:
         objective, batch = self._context.objective, self._batch(step, at)
         outputs = cast_outputs(outputs)
         loss = global_mean(objective.loss(batch.labels, outputs), batch.weights, self._loss_batch)
-        scores_B = objective.score(batch.labels, outputs)
-        score = global_mean(scores_B, tf.ones_like(batch.weights), self._loss_batch)
+        score = global_mean(objective.score(batch.labels, outputs), tf.ones_like(batch.weights), self._loss_batch)
         return tf.stack([loss, tf.stop_gradient(score)])
 
     def begin(self, step: tf.Tensor) -> None:
