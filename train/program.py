@@ -55,8 +55,7 @@ class Program:
     """One generation of one task's training program."""
 
     def __init__(self, run: RunFolder, task: Task) -> None:
-        self.run = run
-        self.task = task
+        self.run, self.task = run, task
         generation, restarts = int(os.environ.get("GENERATION", "0")), int(os.environ.get("RESTARTS", "0"))
         self.spec = membership.cluster(run, generation)
         self.config = TrainConfig.from_json(read_json(run.config))
@@ -206,8 +205,7 @@ def explain(error: Exception) -> ClusterError | None:
     if number in DISK_FULL:
         return RunFailed(f"the disk is full ({reason}); free space, then `{COMMAND} up --resume` this run")
     if isinstance(error, MemoryError) or (is_exhausted and number is None):
-        reason = reason or "an array cannot be allocated"
-        return RunFailed(f"out of memory ({reason}); {LESS_MEMORY}")
+        return RunFailed(f"out of memory ({reason or 'an array cannot be allocated'}); {LESS_MEMORY}")
     if isinstance(error, tf.errors.OpError):
         found = opening.explain(error) or layer_state.explain(error) or input_types.explain(error)
         return found or objectives.explain(error)

@@ -158,8 +158,7 @@ class Callbacks(Action):
         self._list.on_train_batch_begin(step - self._context.epoch_begin(step))
 
     def after(self, progress: CallProgress) -> None:
-        values = progress.result.values.items()
-        sums = {name: float(array.sum(dtype=np.float64)) for name, array in values}
+        sums = {name: float(array.sum(dtype=np.float64)) for name, array in progress.result.values.items()}
         self.end_batch(progress.step, len(progress.result.losses), sums)
 
     def end_batch(self, step: int, count: int, sums: Mapping[str, float]) -> None:

@@ -92,7 +92,6 @@ class ElasticTrainStep(TrainStep):
         return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), computed.numbers_n[:, tf.newaxis], results_n2)
 
     def _counts(self, batch_of: Callable[[tf.Tensor], Batch], numbers_n: tf.Tensor) -> tf.Tensor:
-
         def count_shard(shard: tf.Tensor) -> tf.Tensor:
             def add(micro_batch: tf.Tensor, total_O: tf.Tensor) -> tf.Tensor:
                 return total_O + self.count(batch_of(shard * self.micro_batches + micro_batch))

@@ -65,8 +65,7 @@ class Trace(Action):
     """Traces some steps of this task with TensorFlow's profiler, as `invoke profile` requests, without other tasks."""
 
     def __init__(self, run: RunFolder, task: str) -> None:
-        self._run = run
-        self._task = task
+        self._run, self._task = run, task
         self._compiled = False
         self._request: TraceRequest | None = None
         self._first = 0

@@ -139,8 +139,7 @@ class TrainStep:
         total = self.policy.sum(gradients)
         self.state.assign(computed.state, sum_over_replicas)
         self.policy.apply(total, self.model.trainable_variables)
-        loss = self.policy.checked(computed.loss, gradients)
-        return tf.stack([loss, computed.score])[tf.newaxis]
+        return tf.stack([self.policy.checked(computed.loss, gradients), computed.score])[tf.newaxis]
 
     @functools.cached_property
     def _forward(self) -> Callable[..., Any]:

@@ -153,13 +153,11 @@ def _text(value: Any) -> str:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def load_initial_weights(model: keras.Model, folder: Path) -> str:
     """Load the initial weights of a run into a model; return the line to report."""
-    path = find_file(folder)
-    if path is None:
+    if (path := find_file(folder)) is None:
         raise RunFailed(f"the weights that this run begins with are gone from {folder}; start a new run")
     return load_file(model, path)

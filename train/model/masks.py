@@ -100,8 +100,7 @@ def of_batch(counts_O: tf.Tensor | None, examples: int) -> AbstractContextManage
 
 def average_over_batch(outputs: Sequence[Any]) -> AbstractContextManager[None]:
     """Average these outputs over the batch of `of_batch`, if there is one."""
-    batch = _batch.get()
-    if batch is None:
+    if (batch := _batch.get()) is None:
         return contextlib.nullcontext()
     places = {id(mask_of(output)): place for place, output in enumerate(outputs)}
     return _set(_positions, lambda mask: tf.cast(batch[0][places[id(mask)]], tf.float32) / batch[1])
