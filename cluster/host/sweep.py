@@ -92,7 +92,7 @@ def plan_sweep(request: Request, over: Sequence[str], halving: int) -> Sweep:
         raise UsageError(f"--over {' --over '.join(over)}: {total} trials, expected at most {MAX_TRIALS}")
     name = check_run_name(request.name or request.run_name())
     if _record(name).exists():
-        raise UsageError(f"sweep {name!r} exists; `{COMMAND} sweep --resume {name}` continues it; or choose a --name")
+        raise UsageError(f"sweep {name!r} exists; `{COMMAND} sweep --resume {name}`, or choose another --name")
     trials = []
     for number, values in enumerate(itertools.product(*(values for _, values in axes)), 1):
         run = f"{name}-{number:0{len(str(total))}}"

@@ -14,7 +14,7 @@ from tests.support.launching import refusal
         (["up", "--workers", "two"], 2, "error: --workers 'two': expected a whole number from 0 to 512"),
         (["up", "--runtime=local", "--", "--epoch", "1"], 2, "error: override '--epoch' is not an option"),
         (["up", "--runtime=docker"], 3, "error: --runtime docker: no Docker Engine answers (docker is not"),
-        (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of runs/"),
+        (["status"], 2, "error: there is no current run; start one with `invoke up`, or name one of "),
     ],
 )
 def test_an_error_is_one_line_with_its_exit_code(tmp_path, words, code, message):

@@ -32,7 +32,7 @@ def find_run(name: str = "") -> RunFolder:
         name = current.read_text().strip() if current.exists() else ""
         if not name or not (runs_dir() / name).exists():
             where = short_path(runs_dir())
-            raise UsageError(f"there is no current run; start one with `{COMMAND} up`, or name one of {where}")
+            raise UsageError(f"there is no current run; start one with `{COMMAND} up`, or name one of {where}/")
     run = RunFolder(runs_dir() / spec.check_run_name(name))
     if not run.cluster.exists() or run.incomplete:
         known = [path.parent.name for path in runs_dir().glob("*/cluster.json")]
