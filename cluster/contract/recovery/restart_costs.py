@@ -50,12 +50,15 @@ def _gang_cost(spec: ClusterSpec, scripted: bool, generation: Generation, events
     failed_at = _failed_at(generation, events)
     began = next((e for e in later if e.event in ("restored", "initialized")), None)
     restored = began.step if began else None
+    # A generation that failed before its first step reports none.
+    before = [e.step or 0 for e in events if (e.generation, e.event) == (number - 1, "restored")]
+    done = max(generation.step, *before, 0)
     return Restart(
         generation=number,
         task=generation.task or "",
         cause=": ".join(filter(None, (generation.cause, generation.error))),
         detected_s=round(generation.time - failed_at, 3),
-        steps_lost=None if restored is None else max(0, generation.step - restored),
+        steps_lost=None if restored is None else max(0, done - restored),
         restored_from=str(began.detail.get("source", "")) if began else "",
         **_resumption(scripted, failed_at, training_began(spec, later)),
     )

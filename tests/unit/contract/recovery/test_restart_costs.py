@@ -37,16 +37,19 @@ def test_restarts_are_counted_from_their_own_fault(run):
         (5, "first step", 1, 41),
         (8, "restored", 2, 60),
         (9, "first step", 2, 61),
+        (12, "restored", 3, 55),
+        (13, "first step", 3, 56),
     ]:
         line = {"time": now + after_s, "task": "chief", "event": event, "generation": generation, "step": step}
         append_json(run.events_log, line | {"detail": {"source": "memory"} if generation == 1 else {}})
     # The first death was an injected fault; the second was not, and its agent says when it was.
-    for number, begun, failed, step in [(1, now + 2, now + 1, 50), (2, now + 7, now + 6, 70)]:
-        why = {"task": "worker-0", "cause": "killed", "failed_at": failed, "step": step}
-        write_json(run.control / "generations" / f"{number}.json", {"generation": number, "time": begun} | why)
+    for number, begun_s, failed_s, step in [(1, 2, 1, 50), (2, 7, 6, 70), (3, 11, 10, 0)]:
+        why = {"task": "worker-0", "cause": "killed", "failed_at": now + failed_s, "step": step}
+        write_json(run.control / "generations" / f"{number}.json", {"generation": number, "time": now + begun_s} | why)
     assert [
         {"generation": 1, "detected_s": 2.0, "resumed_s": 5.0, "steps_lost": 10, "restored_from": "memory"},
         {"generation": 2, "detected_s": 1.0, "resumed_s": 3.0, "steps_lost": 10, "restored_from": ""},
+        {"generation": 3, "detected_s": 1.0, "resumed_s": 3.0, "steps_lost": 5, "restored_from": ""},
     ] == [
         {key: restart.get(key, "") for key in ("generation", "detected_s", "resumed_s", "steps_lost", "restored_from")}
         for restart in end(run, "succeeded")["restarts"]
