@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.backend.common import global_state  # has no public name
 from keras.src.backend.common.stateless_scope import get_stateless_scope  # has no public name
 
-_keras_init = keras.Variable.__init__
+_keras_init, _keras_exit = keras.Variable.__init__, keras.StatelessScope.__exit__
 
 
 class DeferringScope(keras.StatelessScope):
@@ -24,15 +25,27 @@ class DeferringScope(keras.StatelessScope):
 
 
 def _init(variable: Any, initializer: Any, shape: Any = None, dtype: Any = None, *others: Any, **options: Any) -> None:
-    if isinstance(get_stateless_scope(), DeferringScope) and not isinstance(initializer, str):
-        value = None
-        if not callable(initializer):
-            value = keras.ops.convert_to_tensor(initializer, dtype)
-            shape, dtype = value.shape, value.dtype
-        elif shape is not None and not _draws_alone(initializer):
-            value = initializer(shape, dtype=keras.backend.standardize_dtype(dtype))
-        initializer = initializer if value is None else lambda *_, **_options: value
+    deferring = isinstance(get_stateless_scope(), DeferringScope)
+    if deferring and not isinstance(initializer, str | Callable):
+        value = keras.ops.convert_to_tensor(initializer, dtype)
+        initializer, shape, dtype = (lambda *_, **_options: value), value.shape, value.dtype
     _keras_init(variable, initializer, shape, dtype, *others, **options)
+    if deferring:
+        _draw(variable)
+
+
+def _exit(scope: keras.StatelessScope, *error: Any) -> None:
+    _keras_exit(scope, *error)
+    if isinstance(scope.original_scope, DeferringScope) and scope.initialize_variables:  # Keras would initialize here
+        for variable in global_state.get_global_attribute("uninitialized_variables") or []:
+            _draw(variable)
+
+
+def _draw(variable: Any) -> None:
+    """Call a variable's initializer now if it may share a generator."""
+    if not _draws_alone(variable._initializer):
+        value = variable._initializer(tuple(variable.shape), dtype=variable.dtype)
+        variable._initializer = lambda *_, **_options: value
 
 
 def _draws_alone(initializer: Callable[..., Any]) -> bool:
@@ -41,4 +54,7 @@ def _draws_alone(initializer: Callable[..., Any]) -> bool:
     return not shared and type(initializer).__module__.startswith("keras.")
 
 
-REPLACED = [(keras.Variable, "__init__", _init, {"defect": "while in a stateless scope"})]
+REPLACED = [
+    (keras.Variable, "__init__", _init, {"defect": "while in a stateless scope"}),
+    (keras.StatelessScope, "__exit__", _exit, {"defect": r"original_scope is None and .*initialize_variables"}),
+]

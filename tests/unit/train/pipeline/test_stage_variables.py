@@ -1,7 +1,9 @@
 """Each task of a pipeline holds its own stage alone, with one device's first values, and all save one checkpoint."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -81,11 +83,29 @@ def test_each_task_holds_its_stage_with_the_first_values_of_one_device(tmp_path,
         assert len(slots) == len(own) < len(holder.model.trainable_variables)
 
 
-def test_initializers_that_share_a_generator_draw_as_on_one_device(monkeypatch):
+class Around(keras.layers.Layer):
+    """Its `call` builds another layer."""
+
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer = keras.layers.Dense(4, kernel_initializer=draw)
+        self.scale = self.add_weight(shape=[4], initializer=draw)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return self.layer(inputs) * self.scale
+
+
+def of_tuple(shape: tuple[int, ...], dtype: str) -> tf.Tensor:
+    return tf.random.normal((2, *shape) if isinstance(shape, tuple) else [], dtype=dtype)[0]
+
+
+@pytest.mark.parametrize(
+    "new_layer", [lambda: keras.layers.Dense(4, kernel_initializer=keras.random.normal), lambda: Around(of_tuple)]
+)
+def test_initializers_that_share_a_generator_draw_as_on_one_device(monkeypatch, new_layer):
     def drawing() -> keras.Model:
         keras.utils.set_random_seed(3)
-        dense = [keras.layers.Dense(4, kernel_initializer=keras.random.normal) for _ in range(3)]
-        return keras.Sequential([keras.Input((4,)), *dense])
+        return keras.Sequential([keras.Input((4,)), *(new_layer() for _ in range(3))])
 
     patches.apply()
     monkeypatch.setattr(placed_seeds, "_unseeded", [keras.random.SeedGenerator(1)])  # as in a task
