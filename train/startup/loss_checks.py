@@ -156,7 +156,12 @@ def _check_positions(where: str, specs: _Specs, function: Callable[..., Any]) ->
 
 
 def _averages_pairs(specs: _Specs, function: Callable[..., Any]) -> bool:
-    """Whether examples depend on each other, but no longer once what is `[B]` is given as `[B, 1]`."""
+    """Whether examples depend on each other, but no longer once what is `[B]` is given as `[B, 1]`.
+
+    False if all is `[B]`, which does not broadcast: a loss may compare examples, as by a softmax over the batch.
+    """
+    if all(spec.shape.rank == 1 for spec in tf.nest.flatten([specs.labels, specs.outputs])):
+        return False
 
     def as_column(spec: tf.TensorSpec) -> tf.TensorSpec:
         return tf.TensorSpec([EXAMPLES, *(spec.shape[1:].as_list() or [1])], spec.dtype)

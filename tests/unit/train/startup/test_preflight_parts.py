@@ -202,6 +202,7 @@ MODELS = {
     "in_bfloat16": chain(lambda: layers.Dense(4, dtype="bfloat16")),
     "recomputed": chain(Recomputed),
     "by_loss": chain(ByLoss),
+    "of_scalars": lambda shape, _: keras.Sequential([keras.Input(shape), layers.Dense(1), layers.Reshape(())]),
     "moving": chain(Moving),
     "spectral": chain(lambda: layers.SpectralNormalization(layers.Dense(2))),
     "uncalled": chain(lambda: Keeps(layers.SpectralNormalization(layers.Dense(2)), lambda kept, inputs: inputs)),
@@ -226,6 +227,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     module = own_module.put(monkeypatch, "tried_parts", **MODELS, **{loss.__name__: loss for loss in losses})
     module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
     module.of_classes = lambda labels, outputs: tf.reduce_mean(outputs, 0)
+    module.of_list = lambda labels, outputs: -tf.nn.softmax(tf.cast(labels, tf.float32)) * tf.nn.log_softmax(outputs)
     module.of_second = lambda labels, outputs: ignoring(labels, outputs[1])
     module.noisy = lambda labels, outputs: outputs[:, 0] + tf.random.uniform([])
     module.counts, module.generator = tf.Variable(0.0, name="counts"), keras.random.SeedGenerator(1)
@@ -298,6 +300,7 @@ def test_what_trains_as_in_keras_is_not_refused(check):
     check("penalized", loop="fit")
     check("compiled", loop="fit")
     check("by_loss", bitwise_elastic=2)
+    check("of_scalars", loss="tried_parts:of_list")
     check("moving")
     check("of_text")
     check("spectral", replicas=2, micro_batches=2)
