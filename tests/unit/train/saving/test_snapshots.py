@@ -185,6 +185,7 @@ def test_the_room_is_looked_for_once_unless_the_files_were_emptied(files, monkey
     taken.write(1)
     monkeypatch.setattr(memory, "available_bytes", lambda: 0)
     taken.write(2)
+    assert 2 == taken.restore(NONE)
     taken.discard(2)
     assert 1 == taken.restore(NONE)
     assert taken.restore(3) is None
