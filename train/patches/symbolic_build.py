@@ -4,6 +4,7 @@ Defect: `TensorFlowTrainer._maybe_symbolic_build` averages the first batch over 
 and a model with a `train_step` but no `call` cannot be built at all. Keras issue 20585,
 docs/internals/upstream/keras-20585.md. The batches that it takes from a Python generator, or from a dataset that
 reads one, are lost to the training, and `Dataset.shuffle` with a seed begins with the order of its second epoch.
+This is left for datasets that do not know the number of features.
 Metrics and optimizers are those of a single replica if `compile` is called outside of the strategy's scope, which
 Keras 2 entered.
 Versions: Keras 3.15.1.
@@ -27,10 +28,17 @@ def _maybe_symbolic_build(model: Any, iterator: Any = None, data_batch: Any = No
         if type(model).call is keras.Model.call:  # trained by its `train_step`, which takes no symbolic tensors
             _build_optimizer(model, strategy.num_replicas_in_sync)
         else:
-            if iterator is not None:
-                data_batch = tree.map_structure(_part, iterator._distributed_dataset.element_spec)
-            _build(model, data_batch)
+            _build(model, data_batch if iterator is None else _parts(iterator, strategy))
         _move_into_scope(model.metrics, strategy)
+
+
+def _parts(iterator: Any, strategy: Any) -> Any:
+    """Return the shapes and types of a replica's part of a batch."""
+    parts = tree.map_structure(_part, iterator._distributed_dataset.element_spec)
+    if all(None not in part.shape[1:][-1:] or "float" not in part.dtype for part in tree.flatten(parts)):
+        return parts
+    _, _, batches = next(iter(iterator))  # layers need the number of features, which only a batch has
+    return tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
 
 
 def _part(spec: Any) -> keras.KerasTensor:
