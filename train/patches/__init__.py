@@ -18,7 +18,7 @@ FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
 """Patches of `Model.fit`; docs/internals/upstream/ has most of their changes as a patch for Keras itself."""
 _OF_SCRIPTS = ("layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "clipped_sums", "empty_moments")
 _OF_CALLBACKS = ("callback_files", "copied_numbers")
-_OF_DATA = ("unshared_lengths", "generated_arrays", "shared_orders")
+_OF_DATA = ("unshared_lengths", "generated_arrays", "absent_parts", "shared_orders")
 SCRIPTS = ("iterator_autotuning", *FIT, *_OF_SCRIPTS, *_OF_CALLBACKS, *_OF_DATA)
 """Patches for users' scripts."""
 LEGACY = ("iterator_autotuning", "adapted_layers")

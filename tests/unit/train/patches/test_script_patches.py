@@ -38,7 +38,7 @@ def test_every_script_patch_must_still_be_needed(found):
     layers = ["add_weight", "Layer.losses", "next", "global_seed_generator"]
     layers += ["_trackable_children", "_lock_state", "_clip_gradients", "apply", "_moments"]
     callbacks = ["on_train_begin", "_save_model", "on_train_end", "_save_model", "__float__", "__int__"]
-    datasets = ["__init__", "_convert", "get_tf_dataset"]
+    datasets = ["__init__", "_convert", *["get_tf_dataset"] * 3]
     for task in found:
         assert ([*tensorflow, *fit, *layers, *callbacks, *datasets], []) == (task["replaced"], task["again"])
 
@@ -104,6 +104,11 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
 
 @pytest.mark.parametrize("what", ["generated", "streamed"])
 def test_no_batch_of_a_generator_must_be_lost(found, what):
+    np.testing.assert_allclose([task[what] for task in found], [task["evaluate"] for task in found], rtol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["none", "yielded"])
+def test_weights_that_are_none_must_count_as_in_one_process(found, what):
     np.testing.assert_allclose([task[what] for task in found], [task["evaluate"] for task in found], rtol=1e-6)
 
 
