@@ -55,6 +55,7 @@ class Setup:
             broadcast = None if alone or divided else steps.broadcasting(context.gang)
             self.snapshots = MemorySnapshots(files, self.checkpoint.tree, self.gather, broadcast)
             placed = membership.cluster_with_addresses(context.run)
+            self.snapshots.needs_chief = bool(config.callbacks)
             self.snapshots.sharing = placed.tasks_on_host(placed.task(context.task.name))
 
     def restore(self) -> int:

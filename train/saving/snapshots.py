@@ -46,6 +46,8 @@ class MemorySnapshots:
         self._files, self._gather, self._broadcast = files, gather, broadcast
         self.sharing = 1
         """The number of tasks that share this machine's memory."""
+        self.needs_chief = False
+        """Whether the chief, the first task, needs its own snapshot, as other tasks have other callbacks' state."""
         # Build the tree now: a compiled model refers to its optimizer, which moves the variables in the tree.
         self._tree = _own_variables(checkpoint)
         pairs = zip(self._tree.paths, self._tree.pairs, strict=True)
@@ -90,7 +92,8 @@ class MemorySnapshots:
         held = {_steps_of(file): file for file in self._files if self._is_complete(file)}
         newest, older = [*sorted(held, reverse=True), NONE, NONE][:2]
         all_held = list(zip(self._gather(newest), self._gather(older), strict=True))
-        step = choose(all_held, by_all=self._broadcast is None)
+        by_all = self._broadcast is None
+        step = choose(all_held[:1] if self.needs_chief and not by_all else all_held, by_all=by_all)
         if step is not None and step < max(self._gather(newest_saved)) and (not newest_good or step < newest_good()):
             step = None
         if step is None:

@@ -150,6 +150,17 @@ def test_a_task_without_the_snapshot_gets_that_of_another_and_keeps_it_if_there_
     assert (2 if room else None) == alone(pairs[dead], fresh[dead]).restore(NONE)  # it has the snapshot from now on
 
 
+def test_only_the_snapshot_of_the_chief_has_the_state_of_its_callbacks(files):
+    gang = Gang(2)
+    parts = [gang.snapshots(task, files(), state(3), False) for task in range(2)]
+    for task, step in ((0, 4), (1, 4), (1, 5)):
+        parts[task].needs_chief = True
+        parts[task].write(step)
+    assert [4, 4] == gang.together(lambda task: parts[task].restore(NONE))
+    parts[0].discard(0)  # lost with its agent
+    assert [None, None] == gang.together(lambda task: parts[task].restore(NONE))
+
+
 def test_stages_restore_the_newest_snapshot_that_every_stage_has_and_no_step_is_restored_that_was_repeated(files):
     gang, own, states = Gang(2), [files(), files()], [state(3, values=task) for task in range(2)]
     for step in (4, 5):
