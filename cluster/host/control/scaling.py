@@ -10,12 +10,14 @@ import time
 
 from cluster.contract import spec
 from cluster.contract.results import summary
-from cluster.contract.run import claim, membership
+from cluster.contract.run import claim, membership, records
 from cluster.contract.run.folder import RunFolder
 from cluster.contract.run.records import AfterStop
+from cluster.contract.schema import Record, dictionary
 from cluster.contract.spec import ClusterSpec, Role
 from cluster.host.control import foreground
 from cluster.host.launch import planning, startup, teardown
+from cluster.host.launch.folders import data_dir
 from cluster.host.launch.plan import Plan
 from cluster.host.launch.resuming import inherit_topology
 from cluster.host.options.request import Request
@@ -88,6 +90,7 @@ def plan_scaling(run: RunFolder, workers: int | None, ps: int | None = None, *, 
     runtime = run.load_started().runtime or "auto"
     requested = Request(resume=run.name, workers=workers, ps=ps, runtime=runtime, tensorboard_port="0", trust=trust)
     _check_size(run, membership.cluster(run), planning.build_cluster(inherit_topology(requested, previous)))
+    _check_data(run)
     return planning.plan(requested, stops_first=True)
 
 
@@ -143,6 +146,12 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
     use = f"use {either(near)} workers" if near else "no other number fits"
     replicas = counted(requested.batch_divisor, "replica")
     raise UsageError(f"--workers {_workers(requested)}: global batch {batch} is not divisible by {replicas}; {use}")
+
+
+def _check_data(run: RunFolder) -> None:
+    version = records.read_record(run.data_version, dictionary(Record), {}).get("version")
+    if version and not any(data_dir().glob(f"*/*-{version}")):
+        raise UsageError(f"the data of run {run.name!r} is not in {data_dir()}; set DATA_DIR as when the run began")
 
 
 def _report_end(run: RunFolder, sh: Shell, headline: str) -> int:

@@ -93,6 +93,14 @@ def test_a_size_that_the_run_cannot_have_is_refused(training, topology, workers,
     assert named in str(error)
 
 
+def test_a_run_whose_data_is_elsewhere_goes_on(training, tmp_path):
+    run = training(workers=2)
+    write_json(run.data_version, {"version": "0123", "num_shards": 0})
+    assert f"is not in {tmp_path / 'data'}; set DATA_DIR" in str(refusal(run, 1))
+    (tmp_path / "data" / "arrays" / "mine-data-0123").mkdir(parents=True)
+    scaling.plan_scaling(run, 1)
+
+
 def test_virtual_shards_are_shared_by_any_number_of_workers_up_to_theirs(training):
     """96 examples in 6 shards: 4 workers, which could not share the batch evenly, can share these."""
     run = training({"bitwise_elastic": 6}, workers=2)
