@@ -70,6 +70,8 @@ def build_optimizer(config: TrainConfig, total_steps: int = 1) -> keras.optimize
                 f"--optimizer.name {name!r} returned a {type(optimizer).__name__} of other optimizers; return a single "
                 "one, or use --loop fit with a train_step that applies several"
             )
+        # A schedule that was given another one as its first rate fails when it is called.
+        references.call_user_function("the rate of --optimizer.name", name, lambda: optimizer.learning_rate)
         optimizer.loss_scale_factor = None  # would divide gradients by a factor of the loss that only Keras's fit uses
     else:
         options: dict[str, Any] = {}

@@ -367,6 +367,12 @@ def test_a_function_that_returns_no_optimizer_or_one_that_unscales_gradients_is_
         optimizers.build_optimizer(configured(name=f"own_optimizers:{name}"))
 
 
+def test_a_rate_that_cannot_be_computed_of_the_given_schedule_is_refused(monkeypatch):
+    own_module.put(monkeypatch, "own_optimizers", half=lambda rate: keras.optimizers.SGD(lambda: rate / 2))
+    with pytest.raises(UsageError, match="the rate of --optimizer.name 'own_optimizers:half': .*RateSchedule"):
+        optimizers.build_optimizer(configured(name="own_optimizers:half"))
+
+
 def test_an_optimizer_does_not_divide_by_a_scale_that_no_loss_has(monkeypatch):
     own_module.put(
         monkeypatch, "own_optimizers", scaling=lambda _rate: keras.optimizers.SGD(0.5, loss_scale_factor=8.0)
