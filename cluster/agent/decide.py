@@ -320,8 +320,7 @@ def _after_failure(facts: Facts) -> Action:
         if facts.silent_s > SILENT_HINT_S or is_waiting:
             return BareAction.CONTINUE
     if not is_own_error(facts) or facts.another_died:
-        kind = LOST_CONTACT if is_own_error(facts) else facts.end.kind
-        return RestartGang(replace(facts.end, kind=kind))
+        return RestartGang(replace(facts.end, kind=LOST_CONTACT if is_own_error(facts) else facts.end.kind))
     if facts.worker_restarted:
         return RestartGang(replace(facts.end, kind=LOST_CONTACT, cause=f"{facts.end.cause}, after a worker had died"))
     end = facts.end

@@ -56,8 +56,7 @@ def enough(large) -> dict[str, Any]:
 
 
 def test_one_task_must_say_in_one_line_that_its_memory_is_too_small(limited):
-    failed = train(limited, "too-large", "--workers=0", expect=1)
-    assert failed["cause"]["error"].startswith("out of memory")
+    assert train(limited, "too-large", "--workers=0", expect=1)["cause"]["error"].startswith("out of memory")
 
 
 def test_more_stages_must_hold_it(limited, enough):

@@ -41,8 +41,7 @@ def test_faults_in_any_phase_must_lose_no_run_and_change_no_bit(clusters, case):
     """STORM_SEED repeats the faults of a failure."""
     seed = int(os.environ.get("STORM_SEED") or secrets.randbits(31))
     words = ("--faults=1", f"--case={case}", f"--seed={seed}")
-    campaign = Clusters(clusters.runs_dir, module="benchmarks.campaign")
-    print(campaign.invoke(*words, timeout_s=SLOW_MACHINE_S))
+    print(Clusters(clusters.runs_dir, module="benchmarks.campaign").invoke(*words, timeout_s=SLOW_MACHINE_S))
 
 
 @pytest.mark.alone

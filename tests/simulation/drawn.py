@@ -1,7 +1,5 @@
 """What a schedule holds, drawn from a seed: a cluster, its training, and the faults that befall it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """A task's program in a simulated run; the agent sees it as `cluster.agent.task_process.TaskProcess`."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Mapping

@@ -58,8 +58,7 @@ def fill(run: RunFolder) -> None:
         for step in range(1, 10):
             append_json(run.metrics(task.name), {"step": step, "loss": 1 / step, "examples_per_s": 9.0, "time": now})
         run.log(task.name).write_text("step 1\nstep 2\n")
-        programs = {"agent": identity(ABSENT_PID), "program": identity(ABSENT_PID)}
-        write_json(run.programs(task.name), programs)
+        write_json(run.programs(task.name), {"agent": identity(ABSENT_PID), "program": identity(ABSENT_PID)})
     recorded = LEDGER | {"generation": 1, "began": now, "first_step_at": now, "updated_at": now}
     write_json(run.ledger(1), recorded | {"first": 3, "step": 9, "timed_steps": 5})
     write_json(run.control / "result.json", {"steps": 9, "metrics": {"eval_accuracy": 0.9}, "weights_sha256": "ab"})

@@ -66,5 +66,4 @@ def steps(source: Source, first: int, count: int, replicas: int = 1, own: range 
     """Return the first feature of every example of some steps: a list per batch of each replica in `own`."""
     own = own or range(replicas)
     batches = source.train_dataset(BatchSlice(6, 7, first, Replicas(replicas, own.start, len(own))))
-    dataset = batches.take(count * len(own))
-    return [batch.features[:, 0].numpy().astype(int).tolist() for batch in dataset]
+    return [batch.features[:, 0].numpy().astype(int).tolist() for batch in batches.take(count * len(own))]

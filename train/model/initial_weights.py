@@ -37,8 +37,7 @@ def list_weights(model: keras.Model) -> list[tuple[Any, str]]:
     """
     named_weights, counts = [], Counter[str]()
     for variable in model.weights:
-        path = str(getattr(variable, "path", variable.name)).partition(":")[0]
-        name = path.removeprefix(f"{model.name}/")
+        name = str(getattr(variable, "path", variable.name)).partition(":")[0].removeprefix(f"{model.name}/")
         named_weights.append((variable, f"{name}_{counts[name]}" if counts[name] else name))
         counts[name] += 1
     return named_weights

@@ -2,7 +2,7 @@
 
 Defect: TensorFlow divides neither None nor the empty `Optional` that Keras makes of it: `fit` ends with AttributeError.
 Versions: Keras 3.15.1 and TensorFlow 2.21.0.
-Test: tests/unit/train/patches/test_script_patches.py::test_weights_that_are_none_must_count_as_in_one_process
+Test: tests/unit/train/patches/test_script_patches.py::test_generators_and_weights_that_are_none_must_count_as_a_dataset
 Not applied: to datasets whose last part is not None. Keras treats a batch without that part in the same way.
 """
 

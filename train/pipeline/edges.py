@@ -49,8 +49,7 @@ class TaskEdges:
 
     def _keys(self, direction: int, edge: int, micro_batch: int) -> dict[str, float]:
         """Return the keys of a transfer over an edge, whose number is that of the stage before it."""
-        place = DIRECTIONS * (MOST_STAGES * self.pipeline + edge) + direction
-        return _keys(2, EDGE_KEYS + place, micro_batch)
+        return _keys(2, EDGE_KEYS + DIRECTIONS * (MOST_STAGES * self.pipeline + edge) + direction, micro_batch)
 
 
 class LocalEdges:

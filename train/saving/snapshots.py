@@ -194,8 +194,7 @@ def _fill(file: int, header: bytes, parts: Iterable[bytes | memoryview]) -> None
 
 
 def _steps_of(file: int) -> int:
-    header = os.pread(file, _HEADER.size, 0).ljust(_HEADER.size, b"\0")
-    return int(_HEADER.unpack(header)[0]) - 1
+    return int(_HEADER.unpack(os.pread(file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))[0]) - 1
 
 
 def _mapped(file: int) -> np.ndarray:

@@ -39,8 +39,7 @@ def count_without_progress(attempts: Sequence[EndedAttempt], kinds: Collection[s
             continue
         # A checkpoint that others saved while the task at fault did no step is not progress.
         saved = attempt.saved > saved_then and 0 <= attempt.last_step < best_then
-        progress = best > best_then or saved or attempt.runtime_s > STEADY_S
-        count = 1 if progress else count + 1
+        count = 1 if best > best_then or saved or attempt.runtime_s > STEADY_S else count + 1
         best_then, saved_then = best, attempt.saved
     return count
 

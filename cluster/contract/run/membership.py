@@ -17,8 +17,7 @@ from cluster.contract.spec import ClusterSpec
 
 def left_out(run: RunFolder, generation: int | None = None) -> frozenset[str]:
     """Return the tasks that a generation leaves out, by default the current one."""
-    number = run.generation if generation is None else generation
-    record = run.generation_record(number)
+    record = run.generation_record(run.generation if generation is None else generation)
     return record.left_out if record else frozenset()
 
 

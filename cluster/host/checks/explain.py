@@ -232,8 +232,7 @@ def _read_task(task: Any, into: Explained) -> None:
 def _kind(value: Any) -> str:
     if value is None:
         return "missing"
-    empty = "empty, " if value in ({}, [], "") else ""
-    return empty + _KINDS[type(value)]
+    return ("empty, " if value in ({}, [], "") else "") + _KINDS[type(value)]
 
 
 def _check_roles(config: Explained) -> None:

@@ -326,5 +326,4 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
 
     def _thread_join_timeout(self, target: Callable[..., Any]) -> int | None:  # invoke has no public setting for it
         """Return how many seconds to wait for its output, which a process that left the group may keep open."""
-        ended = self.timed_out or self._interrupts > 0
-        return 1 if ended else super()._thread_join_timeout(target)
+        return 1 if self.timed_out or self._interrupts > 0 else super()._thread_join_timeout(target)

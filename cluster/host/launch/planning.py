@@ -127,8 +127,7 @@ def _job(typed: Request, request: Request, runtime: Runtime, cluster: ClusterSpe
     for name in (field.name for field in fields(Job) if field.name not in runtime.job_options):
         if value := getattr(typed, name):
             raise UsageError(f"--{OPTIONS[name].key} {value} with {runtime.tasks}, which do not have it; leave it out")
-    requested = {name: str(getattr(request, name) or "") for name in runtime.job_options}
-    job = Job(**requested)
+    job = Job(**{name: str(getattr(request, name) or "") for name in runtime.job_options})
     for option in ("partition", "account", "time"):  # safe words for a shell
         if (value := getattr(job, option)) and not re.fullmatch("[A-Za-z0-9_.:,@/+-]+", value):
             raise UsageError(f"--{option} {value!r}: expected a word as Slurm has it; see `sinfo` and `sacctmgr`")

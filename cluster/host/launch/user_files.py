@@ -131,8 +131,7 @@ def locate_packages(requirements: Path, python: str) -> Path:
         expected = "expected a file as `pip install -r` reads it"
         raise UsageError(f"--requirements {str(requirements)!r}: {error.strerror}; {expected}") from error
     parts = [python.encode(), LOCK.read_bytes(), text, *_files_named_in(text.decode(errors="replace"), requirements)]
-    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
-    return PACKAGES / digest.hexdigest()[:16]
+    return PACKAGES / hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
 def install_packages(requirements: Path, python: str) -> Path:

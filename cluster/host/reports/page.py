@@ -71,10 +71,9 @@ def _head(run: RunFolder, row: Mapping[str, Any]) -> str:
 
 def _curves(run: RunFolder) -> str:
     found = read_curves(run)
-    titles = dict.fromkeys(name.removeprefix(records.EVALUATED) for name in found)
     drawn = [
         draw_curves(title, {name: found[name] for name in (title, records.EVALUATED + title) if name in found})
-        for title in titles
+        for title in dict.fromkeys(name.removeprefix(records.EVALUATED) for name in found)
     ]
     return f'<div class="grid">{"".join(f"<div>{each}</div>" for each in drawn)}</div>' if drawn else ""
 

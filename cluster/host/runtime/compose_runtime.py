@@ -266,8 +266,7 @@ class ContainerFaults(FaultInjector):
         return ()
 
     def _filters(self, task: str) -> list[str]:
-        of_run = f"label=com.docker.compose.project={project(self._run.path)}"
-        return [of_run, f"label={TASK_LABEL}={task}"]
+        return [f"label=com.docker.compose.project={project(self._run.path)}", f"label={TASK_LABEL}={task}"]
 
     def _ask(self, *words: str, timeout_s: float = engine.ANSWER_TIMEOUT_S) -> tuple[int, str]:
         return engine.ask(*self._at, *words, timeout_s=timeout_s)

@@ -100,8 +100,7 @@ def down(c, run=None, all=False, timeout="15"):
     """End every process, container and network that `up` started. Run folders stay."""
     if run and all:
         raise UsageError(f"down {run} --all: name a run, or take every run down")
-    bound = spec.parse_count("timeout", timeout, 0, 10**9)
-    return ending.take_down(folders.runs_dir(), run, bound, shell(c))
+    return ending.take_down(folders.runs_dir(), run, spec.parse_count("timeout", timeout, 0, 10**9), shell(c))
 
 
 @takes_request("fresh", "detach", "trust", file_first=True)

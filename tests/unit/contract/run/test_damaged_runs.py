@@ -136,8 +136,7 @@ def test_commands_say_what_is_wrong(calm, going, capsys, which, seed, count):
         outside.mkdir()
         (outside / "chief.json").write_text("{}")
         before = contents(good), [path.read_text() for path in outside.iterdir()]
-        names = damage.files_of(bad)
-        done = [damage.damage(bad, name, draw, outside) for name in draw.choices(names, k=count)]
+        done = [damage.damage(bad, name, draw, outside) for name in draw.choices(damage.files_of(bad), k=count)]
         for name in draw.sample(list(which), k=min(4, len(which))):
             try:
                 call(which[name], "bad")

@@ -24,8 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def steps(workflow: Path) -> list[dict[str, Any]]:
-    jobs = YAML(typ="safe").load(workflow)["jobs"].values()
-    return [step for job in jobs for step in job.get("steps", [])]
+    return [step for job in YAML(typ="safe").load(workflow)["jobs"].values() for step in job.get("steps", [])]
 
 
 def test_the_command_has_the_version_of_the_metadata():

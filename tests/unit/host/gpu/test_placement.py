@@ -111,8 +111,7 @@ NVLINKS = {"2-a100-mig": 1, "2-h100-nvl": 1, "3-mixed": 1, "8-a100-pcie-bridges"
 def test_every_gpu_of_a_host_is_found_and_every_pair_that_nvlink_connects(nvidia_smi, host):
     nvidia_smi(host)
     machine = nvidia.read_machine("--gpus all")
-    ids = [str(index) for index in range(int(host.partition("-")[0]))]
-    assert ids == [gpu.id for gpu in machine.gpus]
+    assert [str(index) for index in range(int(host.partition("-")[0]))] == [gpu.id for gpu in machine.gpus]
     assert all(gpu.memory_mib > 15000 for gpu in machine.gpus)
     assert 2 * NVLINKS.get(host, 0) == len(machine.nvlinks)
     assert machine.nvlinks == {(other, one) for one, other in machine.nvlinks if one != other}

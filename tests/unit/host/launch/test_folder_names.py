@@ -87,8 +87,7 @@ def test_make_calls_nothing_with_the_folder_s_name_in_a_shell(checkout):
 def test_a_folder_that_cannot_hold_an_environment_is_refused(tmp_path, sources, name):
     folder = tmp_path / "clones" / name
     shutil.copytree(sources, folder)
-    output = make(folder, "setup", expect=2)
-    assert 1 == output.count("error: ")
+    assert 1 == make(folder, "setup", expect=2).count("error: ")
     assert not (folder / ".venv").exists()
 
 

@@ -103,8 +103,7 @@ def test_slow_and_dead_clients_do_not_keep_others_from_the_metrics(port):
     with pytest.raises(urllib.error.HTTPError) as refused:
         scrape(port, "/")
     assert 404 == refused.value.code
-    request = urllib.request.Request(metrics_server.address(port), method="HEAD")
-    with urllib.request.urlopen(request) as answer:
+    with urllib.request.urlopen(urllib.request.Request(metrics_server.address(port), method="HEAD")) as answer:
         assert (200, b"") == (answer.status, answer.read())
 
 

@@ -72,8 +72,7 @@ def test_gpus_that_cannot_be_are_refused_and_words_before_any_is_looked_for(
 
 def test_a_process_sees_its_gpus_and_no_other(resolved, nvidia_smi):
     nvidia_smi("8-h100-nvswitch")
-    requested = Request(workers=1, ps=1, evaluator=True, gpus="4", runtime="local")
-    found = environments(planning.plan(requested))
+    found = environments(planning.plan(Request(workers=1, ps=1, evaluator=True, gpus="4", runtime="local")))
     visible = {name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in found.items()}
     assert {"chief": "0,1", "worker-0": "2,3", "ps-0": "-1", "evaluator": "-1"} == visible
     for name in ("chief", "worker-0"):
@@ -127,8 +126,7 @@ def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_
 def test_a_run_is_scaled_with_as_many_gpus_for_each_task(resolved, nvidia_smi, make_run, monkeypatch):
     nvidia_smi("8-h100-nvswitch")
     run = make_run(workers=1, devices=2)
-    kept = {"gpus": "4"}
-    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": kept})
+    write_json(run.control / "started.json", read_json(run.control / "started.json") | {"gpus": {"gpus": "4"}})
     provenance.write_note(run)
     monkeypatch.setattr("cluster.host.launch.teardown.in_progress", lambda run: True)
     monkeypatch.setattr(planning, "in_progress", lambda run: True)

@@ -57,8 +57,7 @@ def test_a_run_whose_tasks_all_fell_silent_can_be_resumed(resolved, make_run):
     ],
 )
 def test_a_resumed_run_keeps_its_topology_unless_another_is_given(resolved, stopped_run, previous, requested, expected):
-    run = stopped_run(**previous)
-    cluster = planning.plan(Request(resume=run.name, runtime="local", **requested)).cluster
+    cluster = planning.plan(Request(resume=stopped_run(**previous).name, runtime="local", **requested)).cluster
     counts = tuple(len(cluster.of(role)) for role in (Role.WORKER, Role.PS))
     assert expected == (cluster.strategy, *counts, cluster.devices)
     assert previous.get("evaluator", False) is bool(cluster.of(Role.EVALUATOR))
@@ -93,8 +92,7 @@ def trained(make_run) -> Callable[..., RunFolder]:
 
 def notes(run: RunFolder, preset: str = "", topology: dict[str, Any] | None = None, **config: Any) -> list[str]:
     changed = {**read_json(run.config), **config}
-    cluster = spec.build(**topology) if topology else run.load_cluster()
-    return check_resumed(run, preset, changed, cluster)
+    return check_resumed(run, preset, changed, spec.build(**topology) if topology else run.load_cluster())
 
 
 OPTIMIZER = TrainConfig().to_json()["optimizer"]

@@ -99,8 +99,7 @@ def test_first_weights_are_in_a_file_beside_the_run_file_or_of_a_run(tmp_path, m
 
 def test_a_script_s_arguments_are_written_and_the_command_line_replaces_them(tmp_path):
     request = Request(script=str(tmp_path / "fit.py"), overrides=("--lr", "0.1", 'a "b"'))
-    config = {"script": "fit.py", "arguments": []}
-    written = read(tmp_path, run_file.render_run_file(request, config, tmp_path))
+    written = read(tmp_path, run_file.render_run_file(request, {"script": "fit.py", "arguments": []}, tmp_path))
     assert (str(tmp_path / "fit.py"), ("--lr", "0.1", 'a "b"')) == (written.options["script"], written.args)
     assert ("--lr", "0.1", 'a "b"') == written.request({}, []).arguments
     assert ("1",) == written.request({}, ["1"]).arguments

@@ -69,8 +69,7 @@ def test_a_task_sees_what_is_listed_and_what_options_add_and_nothing_else(make_r
         if name not in payload.PROCESS | payload.NEVER_INHERITED | set(payload.PROXIES)
         and not name.startswith((*payload.PREFIXES, *payload.DEVICE_PREFIXES, "LC_"))
     }
-    ours = {"RESTART_PAUSE_S", "STANDBY", "PYTHONUNBUFFERED", "grpc_proxy"}
-    assert ours | set(added) == unlisted
+    assert {"RESTART_PAUSE_S", "STANDBY", "PYTHONUNBUFFERED", "grpc_proxy"} | set(added) == unlisted
 
 
 @pytest.mark.usefixtures("stale")

@@ -1,7 +1,5 @@
 """Models, losses, metrics and optimizers of the user's own: built, or refused where training could not use them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

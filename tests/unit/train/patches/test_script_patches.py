@@ -102,13 +102,8 @@ def test_updates_in_some_steps_only_must_be_refused_with_the_name_of_the_option(
         assert task["evaluate"] == task["evaluated"]  # which updates nothing
 
 
-@pytest.mark.parametrize("what", ["generated", "streamed"])
-def test_no_batch_of_a_generator_must_be_lost(found, what):
-    np.testing.assert_allclose([task[what] for task in found], [task["evaluate"] for task in found], rtol=1e-6)
-
-
-@pytest.mark.parametrize("what", ["none", "yielded"])
-def test_weights_that_are_none_must_count_as_in_one_process(found, what):
+@pytest.mark.parametrize("what", ["generated", "streamed", "none", "yielded"])
+def test_generators_and_weights_that_are_none_must_count_as_a_dataset(found, what):
     np.testing.assert_allclose([task[what] for task in found], [task["evaluate"] for task in found], rtol=1e-6)
 
 

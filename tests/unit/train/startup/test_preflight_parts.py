@@ -1,7 +1,5 @@
 """Parts that do not fit, or that a step cannot divide, are refused first; more: `tests/differential/refused.py`."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess
