@@ -150,7 +150,7 @@ def _check_size(run: RunFolder, previous: ClusterSpec, requested: ClusterSpec) -
 
 def _check_data(run: RunFolder) -> None:
     version = records.read_record(run.data_version, dictionary(Record), {}).get("version")
-    if version and not any(data_dir().glob(f"*/*-{version}")):
+    if version and not any(data_dir().glob(f"*/*-{version}*")):
         raise UsageError(f"the data of run {run.name!r} is not in {data_dir()}; set DATA_DIR as when the run began")
 
 

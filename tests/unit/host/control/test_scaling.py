@@ -93,11 +93,12 @@ def test_a_size_that_the_run_cannot_have_is_refused(training, topology, workers,
     assert named in str(error)
 
 
-def test_a_run_whose_data_is_elsewhere_goes_on(training, tmp_path):
+@pytest.mark.parametrize("prepared", ["arrays/mine-data-0123", "functions/mine-data-0123.json"])
+def test_a_run_whose_data_is_elsewhere_is_not_scaled(training, tmp_path, prepared):
     run = training(workers=2)
     write_json(run.data_version, {"version": "0123", "num_shards": 0})
     assert f"is not in {tmp_path / 'data'}; set DATA_DIR" in str(refusal(run, 1))
-    (tmp_path / "data" / "arrays" / "mine-data-0123").mkdir(parents=True)
+    (tmp_path / "data" / prepared).mkdir(parents=True)
     scaling.plan_scaling(run, 1)
 
 

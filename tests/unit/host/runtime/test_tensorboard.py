@@ -152,8 +152,7 @@ def test_whoever_opens_it_sees_pinned_cards_and_whoever_chose_others_keeps_them(
     board = load()
     with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
         archive.writestr("index.html", "the page")
-    context = TBContext(assets_zip_provider=lambda: file)
-    client = Client(TensorBoardWSGI([board.Loader().load(context)]))
+    client = Client(TensorBoardWSGI([board.Loader().load(TBContext(assets_zip_provider=lambda: file))]))
     sent = client.get(path)
     (cards,) = parse_qs(urlsplit(sent.headers["Location"]).query)["pinnedCards"]
     assert (302, list(board.PINNED)) == (sent.status_code, [card["tag"] for card in json.loads(cards)])
