@@ -202,12 +202,13 @@ def cores() -> int:
 def bench(**options: Any) -> Iterator[Bench]:
     """Provide a folder for runs, and end the processes left in it, even on SIGTERM."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    kept = {name: os.environ.get(name) for name in ("RUNS_DIR", "DATA_DIR")}
+    kept = {name: os.environ.get(name) for name in ("RUNS_DIR", "DATA_DIR", "PYTHONDONTWRITEBYTECODE")}
     data_dir = str(folders.data_dir())
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
             # These identify the processes started here and all their descendants.
             os.environ |= {"RUNS_DIR": folder, "DATA_DIR": data_dir}
+            os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # modules are compiled once, as users' are
             runs = Bench(Path(folder), **options)
             try:
                 yield runs
