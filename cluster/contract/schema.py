@@ -54,7 +54,7 @@ def _measured(value: Any) -> float | None:
 def text(value: Any) -> str:
     """Check a string."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise unexpected("a text", value)
+        raise unexpected("a string", value)
     return value
 
 

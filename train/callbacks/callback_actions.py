@@ -320,7 +320,7 @@ def build_callbacks(context: TaskContext) -> list[keras.callbacks.Callback]:
     if sets and context.config.optimizer.ema_evaluate and optimizers.find_averages(context.model.optimizer):
         raise UsageError(
             f"--callbacks {reference!r}: {type(sets[0]).__name__} chooses weights, and evaluations use the "
-            "optimizer's averages instead: add --optimizer.no-ema-evaluate, or leave that out"
+            "optimizer's averages instead: add --optimizer.no-ema-evaluate, or leave the callback out"
         )
     backups = [item for item in callbacks if type(item) is keras.callbacks.BackupAndRestore]
     if backups and context.chief:

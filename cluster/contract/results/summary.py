@@ -92,12 +92,12 @@ def card_lines(run: RunFolder, summary: Summary) -> list[str]:
         "",
         "## What ran",
         "",
-        *_made_of(run, summary),
+        *_settings(run, summary),
         "",
         *_restarts(summary),
-        "## Again",
+        "## Next",
         "",
-        *_again(run, summary),
+        *_next_commands(run, summary),
     ]
 
 
@@ -119,7 +119,7 @@ def _result(summary: Summary) -> list[str]:
     return [text[0], "", *text[1:]] if text[1:] else text
 
 
-def _made_of(run: RunFolder, summary: Summary) -> list[str]:
+def _settings(run: RunFolder, summary: Summary) -> list[str]:
     config, commit = run.load_config({}), run.load_manifest({}).get("code", {}).get("commit")
     started, optimizer = run.started.time, config.get("optimizer")
     settings = optimizer if isinstance(optimizer, dict) else {}
@@ -146,7 +146,7 @@ def _restarts(summary: Summary) -> list[str]:
     return ["## Restarts", "", "| generation | task | cause | steps lost |", "|---|---|---|---|", *rows, ""]
 
 
-def _again(run: RunFolder, summary: Summary) -> list[str]:
+def _next_commands(run: RunFolder, summary: Summary) -> list[str]:
     """Return shell commands. A run's name needs no quoting."""
     if run.script:
         commands = {f"{COMMAND} logs --run {run.name}": "what the script printed"}

@@ -25,7 +25,7 @@ GOOD_PORT = "use a port from 1024 to 32767"
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 _ANY_ADDRESS = ("0.0.0.0", "[::]", "::")  # noqa: S104  # refused, and not bound
 _THIS_MACHINE = ("localhost", "127.", "[::1]")
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
 _WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
@@ -223,7 +223,7 @@ def _read_task(task: Any, into: Explained) -> None:
     if isinstance(index, int) and not isinstance(index, bool):
         into.index = index
     elif isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
-        into.warn("task", f"the index {index!r} is a text", f"write the number {index}")
+        into.warn("task", f"the index {index!r} is a string", f"write the number {index}")
         into.index = int(index)
     else:
         into.fail("task", f"the index is {_kind(index)}", fix)
@@ -249,7 +249,7 @@ def _check_roles(config: Explained) -> None:
         config.fail("evaluator", "the evaluator is listed in 'cluster', so every strategy waits for it", fix)
     chiefs = [f"{member.name} ({member.address})" for member in config.select("chief")]
     if len(chiefs) > 1:
-        config.fail("chief", f"there are {len(chiefs)} chiefs: {', '.join(chiefs)}", "keep one; others are workers")
+        config.fail("chief", f"there are {len(chiefs)} chiefs: {', '.join(chiefs)}", "keep one; the others are workers")
 
 
 def _check_task(config: Explained) -> None:

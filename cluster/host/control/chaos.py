@@ -89,7 +89,7 @@ class FaultCost:
     script_started_s: float | None = None
 
     @property
-    def as_it_should(self) -> bool:
+    def is_expected(self) -> bool:
         """Whether the outcome is one of those that the kind of fault allows in `ends`."""
         return self.ended in KINDS[self.kind].ends
 
@@ -113,7 +113,7 @@ def check_fault(run: RunFolder, fault: Fault) -> None:
     kind = KINDS[fault.kind]
     run.load_cluster().task(fault.task)
     if fault.whole and not kind.takes_whole:
-        raise UsageError(f"--whole with {fault.kind}: it is for kill, which else kills the task's program alone")
+        raise UsageError(f"--whole with {fault.kind}: it is for kill, which otherwise kills only the task's program")
     registry.find_runtime(run).injector(run).check(fault.kind, fault.task)
     if kind.needs_trainer and run.script:
         raise UsageError(f"{fault.kind} with a script: {kind.needs_trainer}")
@@ -147,7 +147,7 @@ def inject(run: RunFolder, fault: Fault, timeout_s: float = RECOVERY_TIMEOUT_S) 
             _await(lambda: time.time() > watch.time + SLOW_S, run, timeout_s, f"the end of {fault}")
             injector.undo(fault.task)
         elif watch.kind.lasts:
-            _await(watch.has_been_noticed, run, timeout_s, f"anybody to notice {fault}")
+            _await(watch.has_been_noticed, run, timeout_s, f"an agent to notice {fault}")
             injector.undo(fault.task)
         _await(watch.has_recovered, run, timeout_s, f"the run to recover from {fault}")
         flipped = any(event.event == "flipped" and event.time > watch.time for event in run.events())
@@ -175,7 +175,7 @@ class _Watch:
         """Whether no agent reacts to the fault, so that it must be undone after `SLOW_S`."""
 
     def has_been_noticed(self) -> bool:
-        """Return whether an agent has reacted or, if the run can continue without the task, whether it does so."""
+        """Return whether an agent has reacted or, if the run can continue without the task, has left it out."""
         if self.is_left_out:
             return self._fault.task in membership.left_out(self._run)
         acted = ("restarted", "frozen", "silent", "hang")
@@ -236,7 +236,7 @@ def run_storm(
             raise UsageError(f"--kinds {kind}: it ends the run, and the storm with it; inject it alone")
         check_fault(run, Fault(kind, "chief"))
     if run.script:
-        raise UsageError("storm with a script, which reports no steps between which to inject: kill its tasks singly")
+        raise UsageError("storm with a script, which reports no steps to inject between: kill its tasks one by one")
     results = inject_all(run, count, seed, kinds, timeout_s, limit_s)
     print_lines(f"{counted(len(results), 'fault')} injected; waiting for the run's end")
     ended = foreground.show_until_end(run)
@@ -246,7 +246,7 @@ def run_storm(
         why = f": {cause.task or 'the run'}: {cause.error}" if cause else ""
         print_lines(f"the run {ended.state} after {len(results)} of {counted(count, 'fault')}{why}")
     elif len(results) < count:
-        print_lines(f"the run ended before {count} faults: train longer (-- --max-steps), or ask for fewer (--faults)")
+        print_lines(f"the run ended before {count} faults: train longer (-- --max-steps), or request fewer (--faults)")
     well = ended.state == "succeeded" and len(results) == count and reference.same_bits(run) is not False
     return EXIT_DONE if well else EXIT_FAILED
 
@@ -274,7 +274,7 @@ def inject_all(
         if run.load_summary() or run.newest_step + STEPS_BETWEEN[1] >= last_step:
             break
         if time.monotonic() > deadline:
-            print_lines(f"{limit_s / 60:g} minutes are over")
+            print_lines(f"{limit_s / 60:g} minutes have passed")
             break
         print_lines(f"fault {number}/{count}: {fault} at step {fault.at_step}")
         try:

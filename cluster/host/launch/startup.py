@@ -69,7 +69,7 @@ def start(plan: Plan, sh: Shell, *, began: float) -> None:
         if version and plan.resumes:
             recorded = records.read_record(plan.run.data_version, dictionary(Record), {})
             if recorded.get("version", version) != version:
-                print_lines("data: these differ from those with which the run began, and with which it continues")
+                print_lines("data: it differs from the data that the run began with, and with which it continues")
         stages = {} if plan.payload.script else plan.try_configuration()
         if hidden := [name for name in stages.get("missing", ()) if name in os.environ]:
             wanted, add = " and ".join(hidden), " --env ".join(hidden)

@@ -62,7 +62,7 @@ class FaultInjector(ABC):
     def check(self, kind: str, task: str) -> None:
         """Check that a kind of fault can be injected into a task, even before its program starts."""
         if kind in self.refusals or not hasattr(self, kind):
-            raise UsageError(f"{kind} {task}: {self.refusals.get(kind, 'what runs the tasks cannot inject it')}")
+            raise UsageError(f"{kind} {task}: {self.refusals.get(kind, 'this runtime cannot inject it')}")
         if kind == "diskfull":
             self._check_disk()
         if kind == "flip" and not self._run.load_cluster().copies_weights:

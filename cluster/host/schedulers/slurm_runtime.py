@@ -91,7 +91,7 @@ class Queue:
         if run.log("slurm").exists():
             return f"{ended}; see logs/slurm.log of the run"
         fix = "let every node see RUNS_DIR under that path"
-        return f"{ended} before any task began, as where a node cannot write {run.path}; {fix}"
+        return f"{ended} before any task began, perhaps because a node cannot write {run.path}; {fix}"
 
     def nodes(self, timeout_s: float = ANSWER_S) -> tuple[int, str, str]:
         """Return the exit code of `sinfo`, its output, a line for each state of nodes, and its errors."""

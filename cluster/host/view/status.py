@@ -267,7 +267,7 @@ def _failure(run: RunFolder, summary: Summary) -> list[str]:
     inside = [f"run {run.name} failed after {after}"]
     for name, code in summary.tasks.items():
         if name != cause.task and code:
-            inside.append(f"{name}: {describe_exit(code)}, ended because of the other")
+            inside.append(f"{name}: {describe_exit(code)}, ended as a consequence")
     inside += [f"restart {each.generation}: {each.task}, {each.cause}" for each in summary.restarts]
     at = time.strftime("%H:%M:%S", time.localtime(cause.time))
     how = describe_exit(cause.exit_code) if cause.exit_code and cause.task and not run.script else ""

@@ -74,7 +74,7 @@ def chaos(
     result = injection.inject(folder, fault, timeout_s)
     shown = f"{fault} at step {result.step}: {result.description}"
     show(dataclasses.asdict(result), lambda _: fit([shown]), as_json=json)
-    return EXIT_DONE if result.as_it_should else EXIT_FAILED
+    return EXIT_DONE if result.is_expected else EXIT_FAILED
 
 
 @task(strategies=OPTIONS["strategy"].help)

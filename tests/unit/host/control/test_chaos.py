@@ -58,7 +58,7 @@ def test_a_killed_worker_is_noticed_at_once_and_its_cost_reported_from_the_fault
     gang = begin(start_gang)
     program = gang.pid("worker-0")
     result = chaos.inject(gang.run, Fault("kill", "worker-0", at_step=5))
-    assert (5, 3, None, True) == (result.step, result.steps_lost, result.ended, result.as_it_should)
+    assert (5, 3, None, True) == (result.step, result.steps_lost, result.ended, result.is_expected)
     assert result.detected_s is not None and result.resumed_s is not None
     assert 0 < result.detected_s < result.resumed_s
     gang.await_step("worker-0", 6)
@@ -98,7 +98,7 @@ def test_a_task_whose_program_finds_no_memory_comes_back(start_gang):
 def test_a_task_that_is_stopped_stops_the_run_as_it_should(start_gang):
     gang = begin(start_gang)
     result = chaos.inject(gang.run, Fault("stop", "worker-0"))
-    assert ("stopped", None, 0, True) == (result.ended, result.detected_s, result.steps_lost, result.as_it_should)
+    assert ("stopped", None, 0, True) == (result.ended, result.detected_s, result.steps_lost, result.is_expected)
     assert result.resumed_s is not None and gang.run.outcome is not None
     assert result.resumed_s == pytest.approx(gang.run.outcome.time - gang.events("fault")[0].time, abs=0.2)
     assert [] == gang.summary()["restarts"]
@@ -129,7 +129,7 @@ def test_a_slow_task_and_a_lone_one_that_is_paused_let_nothing_start_again(start
     done = {task: gang.beat(task).step - step for task, step in before.items()}
     assert fault.kind == "pause" or done["worker-0"] < done["chief"] / 2
     assert (None, 0, None) == (result.detected_s, result.steps_lost, result.ended)
-    assert result.as_it_should
+    assert result.is_expected
     assert result.resumed_s is not None and result.resumed_s >= 1.0
     assert 0 == gang.run.generation
     assert [] == slowing()
@@ -156,7 +156,7 @@ if NAME != "chief": serve()
 def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang):
     gang = begin(start_gang, "if GENERATION: sys.exit('no more')\n" + WORKS_ON)
     result = chaos.inject(gang.run, Fault("kill", "worker-0"))
-    assert ("failed", False) == (result.ended, result.as_it_should)
+    assert ("failed", False) == (result.ended, result.is_expected)
     assert ["failed"] == [line["ended"] for line in recorded(gang)]
 
 
@@ -200,7 +200,7 @@ def test_a_fault_must_end_the_run_only_where_it_should():
     kinds, ends = ("kill", "stop", "diskfull"), (None, "succeeded", "failed", "stopped")
     costs = [FaultCost(kind, "chief", 5, 1.0, 2.0, 0, ended) for kind in kinds for ended in ends]
     expected = {("kill", None), ("kill", "succeeded"), ("stop", "stopped"), ("diskfull", "failed")}
-    assert expected == {(cost.kind, cost.ended) for cost in costs if cost.as_it_should}
+    assert expected == {(cost.kind, cost.ended) for cost in costs if cost.is_expected}
 
 
 @pytest.fixture
