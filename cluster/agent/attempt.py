@@ -85,11 +85,11 @@ class Attempt:
 
     @property
     def grace_s(self) -> float:
-        """Seconds in which to save; 0 after a failure, as the other tasks hang in a step; at most 1 with no state."""
+        """Seconds to save in; 0 after a failure, as the other tasks hang in a step; at most 1 with nothing to save."""
         outcome, grace_s = self.run.outcome, GRACE_S
         if self.serves or not outcome or outcome.state == OutcomeState.FAILED:
             return 0.0
-        if self.scripted:  # since the stop request, whichever script ended first
+        if self.scripted:  # counted from the stop request, even if another script ended first
             grace_s = max(0.0, self.grace_ends - time.monotonic()) if self.grace_ends else SCRIPT_GRACE_S
         elif self.task.role == Role.EVALUATOR and not self.run.continues_elsewhere:
             grace_s = self.watchdog.slow_timeout_s
@@ -114,7 +114,7 @@ class Attempt:
 
     def request_end(self) -> None:
         """Ask the program to save and end; a script's grace period begins with the first request."""
-        if self.state not in NOTHING_TO_SAVE or not self.is_unsaved:  # else it looks for a request as it starts
+        if self.state not in NOTHING_TO_SAVE or not self.is_unsaved:  # otherwise it checks for a request as it starts
             self.program.request_end()
         self.grace_ends = self.grace_ends or time.monotonic() + SCRIPT_GRACE_S
 
@@ -137,7 +137,7 @@ class Attempt:
         """Return the facts that are relevant in the current phase."""
         facts = self._observe()
         works = facts.phase is Phase.DONE or (facts.phase is Phase.RUNNING and facts.code is None)
-        if facts.stop_requested and (facts.finding or not works):  # else many agents would read files for nothing
+        if facts.stop_requested and (facts.finding or not works):  # otherwise many agents would read files in vain
             facts = replace(facts, is_unsaved=self.is_unsaved)
         return facts
 

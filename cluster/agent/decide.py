@@ -32,7 +32,7 @@ CULPRIT_PATIENCE_S = 1.0
 SILENT_HINT_S = 2.0
 """Age of a heartbeat from which its task may have died together with its agent and not been restarted yet.
 
-Well below the patience above: a heartbeat is due every second, and may be read half a second late.
+Well below `PEER_LOST_PATIENCE_S`: a heartbeat is due every second, and may be read half a second late.
 """
 
 

@@ -1,9 +1,9 @@
 """Results of programs that call the user's code, kept until something that they depend on changes.
 
 A result depends on its command, the environment, the installed packages and our code, and on the size and times of the
-files that the program imported and of those that its Python code opened or listed. Not tracked: what it asks about
-files without opening them, such as whether one exists; a path relative to a descriptor (`dir_fd`); what libraries open
-in C or C++ (HDF5, TFRecord); child processes, the network, the time, random numbers.
+files that the program imported and of those that its Python code opened or listed. Not tracked: files that are
+examined but not opened, such as for their existence; paths relative to a descriptor (`dir_fd`); files that libraries
+open in C or C++ (HDF5, TFRecord); child processes, the network, the time, random numbers.
 """
 
 import contextlib

@@ -89,7 +89,7 @@ def _templates() -> Any:
 
 
 def _fill(part: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a template with its placeholders replaced; a text that is only a placeholder takes any type."""
+    """Return a copy of a template with its placeholders replaced; one that is a whole string may have any type."""
     if isinstance(part, dict):
         return {key: _fill(each, values) for key, each in part.items()}
     if isinstance(part, list):
@@ -128,7 +128,7 @@ def _environment(manifest: Manifest, gpus: int) -> list[dict[str, str]]:
     elif manifest.gpus:  # a node whose default runtime is NVIDIA's could expose all GPUs
         values |= {"CUDA_VISIBLE_DEVICES": "-1", "NVIDIA_VISIBLE_DEVICES": "void"}
     values |= manifest.environment
-    # A `$` of theirs begins no reference.
+    # A `$` in a value must not begin a reference.
     return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
 
 

@@ -76,7 +76,7 @@ class Sweep(Record):
     """The rung at which each run was stopped for not being among the best."""
 
     def metrics_port(self, trial: Trial) -> int:
-        """Return the port of a trial's metrics, 0 for none; not that of an ended trial, which may still be served."""
+        """Return the port of a trial's metrics, 0 for none; no other trial has it, as an ended one may still use it."""
         given = [int(word.partition("=")[2]) for word in self.options if word.startswith("--metrics-port=")]
         return given[0] + self.trials.index(trial) if any(given) else 0
 
@@ -277,7 +277,7 @@ class _Loop:
 
 
 def last_complete_step(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the newest step of which no row can follow: that of an evaluation comes after that of the training."""
+    """Return the newest step whose rows are complete: an evaluation's row follows that of the training."""
     return max((row["step"] - ("eval_loss" not in row) for row in rows), default=-1)
 
 

@@ -36,7 +36,7 @@ class CallbackProgress:
     epoch: int = -1
     """Index of the current epoch; -1 before training."""
     steps: int = 0
-    """Steps done in this epoch; 0 once callbacks were called for its end."""
+    """Steps done in this epoch; 0 once `on_epoch_end` has been called."""
     sums: dict[str, float] = field(default_factory=dict)
     """Sum of each logged value over these steps."""
     epoch_logs: dict[str, float] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Callbacks(Action):
         """Whether a callback has requested the end of training."""
 
     def begin(self, first: int, evaluate: Callable[[], None]) -> None:
-        """Begin or resume training after `first` steps; every task calls `evaluate`, which checks if one is due."""
+        """Begin or resume training after `first` steps; every task calls `evaluate`, which evaluates only if due."""
         restored, epoch = self._progress, self._context.epoch_of(first)
         resumes = restored.epoch >= 0
         within = first < self._context.total_steps and not self.stops and restored.epoch == epoch
@@ -287,7 +287,7 @@ def size_of_file(callback: Any) -> int:
 
 @contextlib.contextmanager
 def continuing_files(callbacks: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
-    """Make each CSVLogger that begins inside truncate its file to the saved size and continue there."""
+    """Make each CSVLogger that starts in this context truncate its file to the saved size and append."""
     loggers = [(callback, size) for callback, size in zip(callbacks, sizes, strict=True) if size >= 0]
     before = [callback.append for callback, _ in loggers]
     for callback, size in loggers:

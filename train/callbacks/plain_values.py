@@ -49,7 +49,7 @@ _STATELESS = (
 )
 _MODELS = (keras.Model, keras.layers.Layer, keras.optimizers.Optimizer)
 _CONTENTS = (dict, list, tuple, str, bytes, int, float, complex)
-"""Types whose subclasses have contents beside their attributes; those of other types have their own `__reduce__`."""
+"""Types whose subclasses have contents besides their attributes; those of other types have their own `__reduce__`."""
 _FILLED = (list, dict, set, collections.deque)
 """Containers that are filled in place, because several attributes or callbacks may share one."""
 _WITHOUT_STATE = {

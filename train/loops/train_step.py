@@ -6,8 +6,8 @@ loss and score. A micro-batch starts only after the previous one was added, so m
 loop is traced once for any M.
 
 Parts of a step:
-    once a micro-batch   forward, loss, backward; BatchNormalization over its examples; different masks of Dropout
-    once a step          the sum over replicas, unscaling and the check that it is finite, clipping, the update; the
+    per micro-batch      forward, loss, backward; BatchNormalization over its examples; different masks of Dropout
+    per step             the sum over replicas, unscaling and the check that it is finite, clipping, the update; the
                          update of layers' state, such as moving averages (`train/model/layer_state.py`)
 
 The loss of each example is divided by the size of the global batch, and that of each position by its number of unmasked

@@ -142,7 +142,7 @@ class Training:
             self.callbacks.store_state()
         if self._setup.snapshots:
             self._setup.checkpoint.keep_snapshot(step, self._setup.snapshots)
-        return self._check.compare(step)  # last: if a task is lost in it, the others have their snapshots
+        return self._check.compare(step)  # last: if a task is lost during it, the others have their snapshots
 
     def request(self, count: int, until: int) -> steps.Signals:
         """Return the requests of this task, see `steps.Request`."""

@@ -37,7 +37,7 @@ def count_without_progress(attempts: Sequence[EndedAttempt], kinds: Collection[s
         best = max(best, attempt.last_step)
         if attempt.kind not in kinds:
             continue
-        # A checkpoint that others saved while the task at fault did no step is not progress.
+        # A checkpoint that others saved while the task at fault finished no step is not progress.
         saved = attempt.saved > saved_then and 0 <= attempt.last_step < best_then
         count = 1 if best > best_then or saved or attempt.runtime_s > STEADY_S else count + 1
         best_then, saved_then = best, attempt.saved

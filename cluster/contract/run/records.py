@@ -201,7 +201,7 @@ row = dictionary(_Row)
 
 
 class Generation(EndedAttempt):
-    """A start of the cluster, and the end of the attempt before: `control/generations/<generation>.json`.
+    """A start of the cluster, and how the previous attempt ended: `control/generations/<generation>.json`.
 
     A generation without a task was begun by `up` or `scale`.
     """

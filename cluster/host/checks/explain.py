@@ -65,7 +65,7 @@ class Explained:
     strategy: strategies.Strategy | None = None
     members: list[Member] = field(default_factory=list)
     role: str = ""
-    """The type of the TF_CONFIG's own task; empty if it names none."""
+    """The type of the TF_CONFIG's own task; empty if TF_CONFIG names none."""
     index: int = 0
     findings: list[Finding] = field(default_factory=list)
 

@@ -253,11 +253,11 @@ def shell(
 
 
 class Runner(Local):  # type: ignore[misc]  # invoke has no types
-    """Runs a command in a separate process group, so that it ends together with all that it started.
+    """Runs a command in a separate process group, so that it ends together with everything that it started.
 
     The first Ctrl-C interrupts it, too, and the second kills it. invoke's own runner passes a Ctrl-C on as a character
-    that no program reads without a terminal, and kills only the shell when a command takes too long: the client of the
-    engine behind it would run on and hold up its caller.
+    that no program reads without a terminal, and kills only the shell when a command takes too long: the client of
+    the engine behind it would keep running and block its caller.
     """
 
     def __init__(self, context: Context) -> None:
@@ -266,11 +266,11 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         self._interrupts = 0
 
     def run(self, command: str, **options: Any) -> Result:
-        """Run a command; `KeyboardInterrupt` if it was interrupted, whatever it ended with."""
+        """Run a command; raise KeyboardInterrupt if it was interrupted, whatever its exit code."""
         try:
             result = super().run(command, **options)
         except KeyboardInterrupt:
-            if self.process is not None and not self._interrupts:  # invoke passes on only what comes while it waits
+            if self.process is not None and not self._interrupts:  # invoke passes it on only while it waits
                 self._signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     processes.wait(self.process, INTERRUPTED_S)
@@ -304,7 +304,7 @@ class Runner(Local):  # type: ignore[misc]  # invoke has no types
         self._signal(signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the command and all that it started, because it took too long."""
+        """Kill the command and everything that it started, because it took too long."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:

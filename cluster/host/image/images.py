@@ -1,4 +1,4 @@
-"""The images: names, inputs, the check whether they are current, the commands that build them, and reproduction.
+"""The images: names, inputs, the check that they are current, the commands that build them, and reproduction.
 
 `invoke image.reproduce` rebuilds an image from scratch and compares it layer by layer. Two images with the same
 configuration, date and layer hashes are identical. Ids are not compared, since engines compute them differently. Both
@@ -147,7 +147,7 @@ def inputs_sha256(base: Base) -> str:
 
 
 def are_current(accelerator: str) -> bool:
-    """Return whether both images are here and as built on the same base, which must be $BASE_IMAGE if that is set."""
+    """Return whether this engine has both images, current and on the same base: $BASE_IMAGE, if that is set."""
     names = [image_name(image, accelerator) for image in IMAGES]
     code, text = engine.ask("image", "inspect", "--format={{json .Config.Labels}}", *names)
     labels = [json.loads(line) or {} for line in text.splitlines()] if code == 0 else [{}]

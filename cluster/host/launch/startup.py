@@ -131,7 +131,7 @@ def list_commands(plan: Plan) -> list[str]:
 
 
 def check_machine(plan: Plan, ending: int = 0) -> None:
-    """Check memory, disk space, folders and the engine's GPUs for a plan, given that `ending` tasks will end before."""
+    """Check memory, disk space, folders and the engine's GPUs for a plan; `ending` tasks will have ended by then."""
     plan.runtime.preflight(plan, ending)
     provenance.create_folder()
     try:
@@ -192,7 +192,7 @@ def _prepare_data(plan: Plan, sh: Shell) -> str:
 
 
 def start_tensorboard(port: int | None, requested: str, sh: Shell) -> int:
-    """Start TensorBoard for all runs, unless it runs, in the way of the requested runtime; return its port."""
+    """Start TensorBoard for all runs unless it is running, as the requested runtime does; return its port."""
     runtime, _ = registry.choose_runtime(requested)
     if runtime.board == tensorboard.CONTAINER and tensorboard.running_port(runs_dir()) is None:
         images.build_images(sh)

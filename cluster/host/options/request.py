@@ -66,7 +66,7 @@ class Option:
         bounds: the smallest and the largest value of a number.
         override: the field of the training configuration that it sets; empty for none.
         is_path: whether it is a path, which is relative to the run file in a run file.
-        suffixes: those of files, if it may also be a run; then any other value with a `/` is a path, too.
+        suffixes: the suffixes of its files, if it may also be a run; any other value with a `/` is then a path, too.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Request:
         return OPTIONS[name].is_given(getattr(self, name))
 
     def training(self) -> list[str]:
-        """Return the overrides of the training configuration, of which the last counts: first those of a run file."""
+        """Return the overrides of the training configuration, those of a run file first: the last one counts."""
         words = []
         for option in OPTIONS.values():
             if option.override and self.is_given(option.name):

@@ -247,7 +247,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def preflight(self, work: Workload, ending: int = 0) -> None:
-        """Check that the machine can provide the GPUs and the memory; `ending` tasks will free theirs before."""
+        """Check that the machine can provide the GPUs and the memory; `ending` tasks will free theirs first."""
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:  # noqa: B027
         """Create the tasks' environment, such as images; with `renew`, recreate it if this checkout has changed."""
@@ -283,7 +283,7 @@ class Runtime(ABC):
         return ""
 
     def cancel_queued(self, run: RunFolder) -> bool:  # noqa: ARG002
-        """Cancel a run of which a scheduler has begun no task yet; return whether it was cancelled."""
+        """Cancel a run unless its scheduler has already begun a task; return whether it was cancelled."""
         return False
 
     @abstractmethod
@@ -352,7 +352,7 @@ class ScheduledRuntime(Runtime):
             return True
 
     def find_leftovers(self, runs_dir: Path, names: Collection[str]) -> set[str]:
-        """Return the names of the runs that the scheduler still has, by one query; by none if no run can be there."""
+        """Return the names of the runs that the scheduler still has, with one query, or none if no run can be there."""
         runs = [RunFolder(runs_dir / name) for name in names]
         # The owner record of a run is kept until nothing is left of the run.
         ours = [run for run in runs if run.outside(owner.RECORD).exists() and recorded_runtime(run) == self.name]

@@ -39,7 +39,7 @@ IN_PROGRESS = frozenset(
     | {"SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL"}
 )
 """States of a job that is running or queued, or will be queued again, as after preemption or the loss of a node."""
-IN_USE = frozenset({"idle", "allocated", "mixed", "completing", "planned", "reserved"})
+USABLE = frozenset({"idle", "allocated", "mixed", "completing", "planned", "reserved"})
 UNAVAILABLE = "node configuration is not available"
 TEMPORARY = ("contact", "timed out", "temporarily", "busy")
 """Parts of Slurm's error messages about temporary problems, which are not due to the job."""
@@ -103,7 +103,7 @@ class Queue:
         why = last_output_line(complained).removeprefix("sbatch: error: ").removeprefix("allocation failure: ")
         if not code or any(word in why for word in TEMPORARY):
             return ""
-        if UNAVAILABLE in why and any(line.split()[-1] not in IN_USE for line in self.nodes()[1].splitlines()):
+        if UNAVAILABLE in why and any(line.split()[-1] not in USABLE for line in self.nodes()[1].splitlines()):
             return ""  # the missing resource may be a node that is down
         return why
 

@@ -281,7 +281,7 @@ class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
         return Network(typed or resources.PRIVATE, typed, f"{warning}{use}: see docs/guides/swarm.md")
 
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm checks the free resources
-        """Check that any host accepts tasks; only the Swarm knows which hosts have the reserved resources."""
+        """Check that some host accepts tasks; only the Swarm knows which hosts have the reserved resources."""
         if all(node.obstacle for node in list_nodes()):
             raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
 
