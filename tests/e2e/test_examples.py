@@ -67,7 +67,7 @@ def test_every_example_is_listed_and_takes_two_commands():
 
 
 @pytest.mark.long  # `test_scripts_run_unmodified.py` runs other scripts each time
-def test_a_loop_of_one_s_own_must_find_the_line(typed):
+def test_the_user_s_loop_must_find_the_line(typed):
     run = typed("own_loop")
     assert "succeeded" == summary(run)["state"]
     line = json.loads((run.work("chief") / "line.json").read_text())

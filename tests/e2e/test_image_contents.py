@@ -69,7 +69,7 @@ def test_an_image_must_hold_what_is_locked_and_no_more(image, target):
     assert {(pin.name, pin.version) for pin in expected} == installed
 
 
-def test_all_that_tasks_use_must_import_from_compiled_files_with_legacy_keras_beside_it():
+def test_all_that_tasks_use_must_import_from_compiled_files_with_legacy_keras_installed():
     script = (
         "import os; os.environ['TF_USE_LEGACY_KERAS'] = '1'\n"
         "import cluster.agent, json, keras, sys, tensorboard, tensorflow, tensorflow_datasets, tf_keras, tyro\n"

@@ -149,7 +149,7 @@ def preempt(_: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("event", [end_node, end_task, preempt])
-def test_a_job_that_loses_its_nodes_must_go_on_once_it_has_some(event, job, clusters, local_hash):
+def test_a_job_that_loses_its_nodes_must_continue_once_it_has_some(event, job, clusters, local_hash):
     event(job)
     clusters.invoke("wait", job.name, timeout_s=400)
     assert ("succeeded", local_hash) == (summary(job)["state"], summary(job)["weights_sha256"])
@@ -193,7 +193,7 @@ def test_an_elastic_job_must_replace_a_task_whose_node_died(elastic_job, cluster
     wait_for(lambda: not Queue().jobs(slurm.job_name(run), parts=True), "the end of all jobs of the run")
 
 
-def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(elastic_job, clusters):
+def test_an_elastic_job_must_continue_without_a_node_until_it_is_scaled(elastic_job, clusters):
     run = elastic_job("outlives")
     end_node(run)
     await_members(run, "worker-1")
@@ -204,7 +204,7 @@ def test_an_elastic_job_must_go_on_without_a_node_until_it_is_scaled(elastic_job
     clusters.check_bits(run, "--bitwise-elastic=4", training=SMALL)
 
 
-def test_a_job_at_its_time_limit_must_save_and_go_on(long_job, clusters):
+def test_a_job_at_its_time_limit_must_save_and_continue(long_job, clusters):
     limit(long_job, 2)  # it is warned two minutes before: by then Slurm looks only every 30 s
     wait_for(lambda: len(attempts(long_job)) > 1, "a second attempt", timeout_s=240)
     limit(long_job, 60)

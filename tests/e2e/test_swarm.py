@@ -117,7 +117,7 @@ def both_hosts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("both_hosts")
 @pytest.mark.parametrize("event", [cut_off, drain])
-def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(event, run, swarm, local_hash):
+def test_a_run_that_loses_a_host_must_continue_to_the_same_weights(event, run, swarm, local_hash):
     wait_for(lambda: step_of(run) >= 60, "step 60", timeout_s=120)
     event(run)
     assert run.outcome is None or run.continues_elsewhere, "the run ended before the event did"
@@ -126,7 +126,7 @@ def test_a_run_that_loses_a_host_must_go_on_to_the_same_weights(event, run, swar
 
 
 @pytest.mark.usefixtures("both_hosts")
-def test_an_elastic_run_must_go_on_without_a_host_and_grow_again(swarm, monkeypatch):
+def test_an_elastic_run_must_continue_without_a_host_and_grow_again(swarm, monkeypatch):
     monkeypatch.setitem(swarm.environment, "RENDEZVOUS_TIMEOUT_S", "25")
     memory = int(at("h1", "info", "--format={{.MemTotal}}")) * 6 // 10 // 2**20  # so that no host has room for two
     training = (*TRAINING[1:], "--global-batch=48", "--steps-per-loop=5")
@@ -165,7 +165,7 @@ def test_every_command_must_mean_the_same_on_hosts(swarm):
 
 
 @pytest.mark.site
-def test_a_script_gets_its_secret_and_folders_of_its_own_on_every_host(swarm, tmp_path):
+def test_a_script_gets_its_secret_and_separate_folders_on_every_host(swarm, tmp_path):
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     script = tmp_path / "script.py"

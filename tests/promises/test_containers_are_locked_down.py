@@ -151,7 +151,7 @@ def test_no_port_must_be_reached_from_the_host(ports):
     assert [] == [port for port in [*ports, *here] if doors.speaks(*port)]
 
 
-def test_local_tasks_in_a_container_must_get_the_reason_why_they_have_no_network_of_their_own():
+def test_local_tasks_in_a_container_must_get_the_reason_why_they_have_no_private_network():
     program = Path(namespaces.__file__).read_text() + "\nprint(refusal().why)"
     run = ("run", "--rm", "--network=none", "--entrypoint=python", TRAIN_IMAGE)
     assert (0, "system calls are filtered") == engine.ask(*run, "-c", program, timeout_s=60)
@@ -231,7 +231,7 @@ def test_a_neighbour_must_not_reach_tensorboard(training, port, neighbour, open_
     assert not answers(address_of(board), *neighbour)
 
 
-def test_a_container_that_died_must_come_back_and_all_go_on(clusters, training):
+def test_a_container_that_died_must_return_and_all_continue(clusters, training):
     result = json.loads(clusters.invoke("chaos", "kill", "worker-0", "--whole", "--run=contained", "--json"))
     assert None is result["ended"]
     assert [0, 1] == [containers(training)[task]["RestartCount"] for task in ("chief", "worker-0")]

@@ -22,7 +22,7 @@ def words(name: str, *options: str, steps: int = STEPS) -> tuple[str, ...]:
     return (*before, "--", *TRAINING, f"--max-steps={steps}", "--optimizer.clip-norm=0.5")
 
 
-def test_a_killed_middle_stage_and_going_on_with_one_device_must_not_change_the_weights(clusters):
+def test_a_killed_middle_stage_and_continuing_on_one_device_must_not_change_the_weights(clusters):
     clusters.invoke(*words("one-device", "--workers=0"))
     one_device = summary(clusters.run("one-device"))
     options = ("--stages=3", "--schedule=1f1b")

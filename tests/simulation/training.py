@@ -119,12 +119,12 @@ class Training:
         return True
 
     def _step(self, session: list[SimProgram]) -> None:
-        """Do a step once all whom it needs are there."""
+        """Do a step once all tasks that it needs are there."""
         if not self._together(session):
             return
         # The chief of parameter servers waits for a frozen worker only at the end.
-        going_on = self.served and self.step < self.steps
-        needed = [each for each in session if not (going_on and each.owner.task.role == Role.WORKER)]
+        continues = self.served and self.step < self.steps
+        needed = [each for each in session if not (continues and each.owner.task.role == Role.WORKER)]
         if self._waits_for(needed, lambda: self._step(session)):
             return
         if self._stopping:

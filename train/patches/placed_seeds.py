@@ -48,7 +48,7 @@ _unseeded: list[keras.random.SeedGenerator] = []
 
 
 def make_unseeded(seed: int) -> None:
-    """Create the generator for layers that have none of their own.
+    """Create the generator for layers that were given none.
 
     Keras would make one for each of the threads that call replicas, inside the graph of a step, which fails.
     """

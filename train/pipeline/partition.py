@@ -29,7 +29,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Constraints:
-    """The number of stages, and how they run, as far as it affects their memory; `memory_bytes` None is no limit."""
+    """The number of stages, and how they run, as far as it affects their memory; None for unlimited memory."""
 
     stages: int
     schedule: str = "gpipe"

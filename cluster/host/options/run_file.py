@@ -153,13 +153,13 @@ def _value(option: Option, value: Any, path: Path) -> Any:
     if type(value) not in option.types or (isinstance(value, list) and not _is_strings(value)):
         raise UsageError(f"{short_path(path)}: {option.key} = {_shown(value)}: expected {option.type}")
     if isinstance(value, list):
-        return tuple(_each_file(item, path.parent, _beside) if option.is_path else item for item in value)
+        return tuple(_each_file(item, path.parent, _next_to) if option.is_path else item for item in value)
     if value and option.names_path(value):
-        return _beside(value, path.parent)
+        return _next_to(value, path.parent)
     return str(value) if str in option.types else value
 
 
-def _beside(value: str, folder: Path) -> str:
+def _next_to(value: str, folder: Path) -> str:
     return str(folder / os.path.expanduser(value))  # noqa: PTH111
 
 

@@ -87,7 +87,7 @@ def test_tasks_that_are_back_and_steady_are_taken_in_at_the_next_checkpoint(time
     assert set(due) == world.pass_time(seconds, *here, saved=saved)
 
 
-def test_an_old_heartbeat_is_no_return():
+def test_an_old_heartbeat_is_not_a_return():
     world = World(worker_1=1)
     for saved in range(1, 100):
         world.now += 1

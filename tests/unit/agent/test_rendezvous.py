@@ -200,7 +200,7 @@ def test_a_server_that_speaks_http2_is_there(three):
         assert rendezvous.await_servers([three.task("chief")], timeout_s=5, abandon=lambda: False)
 
 
-def test_the_barrier_s_own_listener_is_no_server(three):
+def test_the_barrier_s_own_listener_is_not_a_server(three):
     over = threading.Event()
     chief = arrive(three, "chief", abandon=over.is_set)
     assert not rendezvous.await_servers([three.task("chief")], timeout_s=0.5, abandon=lambda: False)

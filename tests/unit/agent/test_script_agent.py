@@ -114,7 +114,7 @@ def test_a_killed_task_is_known_before_a_network_file_system_lists_its_end(run, 
 
 
 @pytest.mark.parametrize(("worker", "action"), [("done", EndRun(OutcomeState.SUCCEEDED)), ("stopped", STOP_RUN)])
-def test_a_stop_that_only_another_host_sees_is_no_success(run, worker, action):
+def test_a_stop_that_only_another_host_sees_is_not_a_success(run, worker, action):
     chief = agent.Agent(RunView(run), "chief", [], 1.0, kind=task_process.Script)._attempt_in(0)
     for task, state in (("chief", "done"), ("worker-0", worker)):
         write_json(run.status(task), {"task": task, "state": state, "generation": 0, "updated_at": time.time()})

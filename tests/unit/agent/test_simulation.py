@@ -130,13 +130,13 @@ def test_a_script_outlives(simulated, drawn, number, times):
     assert {"succeeded"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), number * times)}
 
 
-def test_a_stop_while_a_script_waits_for_a_killed_peer_is_no_failure(simulated, times):
+def test_a_stop_while_a_script_waits_for_a_killed_peer_is_not_a_failure(simulated, times):
     drawn = Drawn({"workers": 1}, scripted=True, steps=15, save_every=5)
     drawn.faults = [(8.0, "kill task", "worker-0", 20.0), (10.5, "stop", "", 0.0)]
     assert {"stopped"} == {schedule.run()["state"] for schedule in islice(schedules(drawn=drawn), FEW * times)}
 
 
-def test_a_chief_that_goes_on_alone_restarts_with_its_standby_process(simulated, times):
+def test_a_chief_that_continues_alone_restarts_with_its_standby_process(simulated, times):
     lost = [(1.0, "lose task", "worker-0", 200.0), (90.0, "kill program", "chief", 0.0)]
     drawn = Drawn({"workers": 1}, scripted=False, steps=40, save_every=5, min_workers=0, standby_s=0.0, faults=lost)
     alone = list(islice(schedules(drawn=drawn), FEW * times))

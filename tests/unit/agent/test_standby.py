@@ -53,7 +53,7 @@ def test_after_a_death_the_standby_processes_become_the_next_generation(start_ga
 
 
 @pytest.mark.slow
-def test_standby_processes_that_formed_a_cluster_go_on_with_it_on_the_other_ports(start_gang):
+def test_standby_processes_that_formed_a_cluster_continue_with_it_on_the_other_ports(start_gang):
     gang = start_gang(FORMED, workers=1, config=IN_CLUSTER)
     for generation, victim in enumerate(("worker-0", "chief")):
         formed = functools.partial(standby_cluster.is_complete, gang.run, gang.run.load_cluster(), generation)

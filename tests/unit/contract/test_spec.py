@@ -149,7 +149,7 @@ def test_a_learning_rate_follows_the_global_batch_by_its_rule(rule, rate):
 # TF_CONFIG: exactly what TensorFlow reads, for every topology
 
 
-def test_a_worker_beside_a_parameter_server_gets_this_very_text():
+def test_a_worker_with_a_parameter_server_gets_exactly_this_text():
     cluster = spec.build(2, 1, evaluator=True)
     expected = (
         '{"cluster":{"chief":["chief:2222"],"worker":["worker-0:2222","worker-1:2222"],"ps":["ps-0:2222"]},'

@@ -113,7 +113,7 @@ def test_a_message_is_not_reflected():
 
 
 @pytest.mark.parametrize("body", [b"", b"no JSON", b"[1]", b"[" * 100_000])
-def test_what_is_no_message_is_refused(body):
+def test_an_invalid_message_is_refused(body):
     hub, agent = established()
     agent._put(agent._mac_of(body, by_server=False) + body)
     with pytest.raises(Refused):

@@ -66,7 +66,7 @@ def test_what_several_claim_belongs_to_one_and_what_a_power_failure_left_to_nobo
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")])
-def test_neither_does_what_is_no_file(run, make):
+def test_neither_does_a_special_file(run, make):
     make(run.control / "outcome.json")
     assert run.outcome is None
     assert [True, False] == [run.end("failed"), run.end("succeeded")]
@@ -230,7 +230,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_line_costs_that_line_alone(path,
     [b"", b"x", b"[]", b"3", b"null", b"\xff\xfe", b"\0" * 100, b"[" * 100_000, b'{"step": 1' + b"0" * 5000 + b"}",
      b'{"step": "' + b"x" * 2 * LINE_BYTES + b'"}'],
 )  # fmt: skip
-def test_what_is_no_line_is_left_out(path, line):
+def test_an_invalid_line_is_left_out(path, line):
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
     assert [1, 2] == [found["step"] for found in read_json_lines(path)]
     assert [1, 2] == [found["step"] for found in Journal(path, known).read()]
@@ -248,7 +248,7 @@ def test_each_look_reads_only_what_is_new(path, monkeypatch):
     assert len(parsed) < 40
 
 
-def test_a_file_that_is_replaced_or_cut_short_is_read_anew(path):
+def test_a_file_that_is_replaced_or_truncated_is_read_again(path):
     lines = Journal(path, known)
     for step in (1, 2, 3):
         append_json(path, {"step": step})
@@ -273,7 +273,7 @@ def test_of_a_huge_file_the_newest_lines_are_read(path, monkeypatch):
     assert newest == [line["step"] for line in Journal(path, known).read()]
 
 
-def test_whoever_keeps_the_lock_holds_up_nobody_for_long(path, monkeypatch):
+def test_a_lock_that_is_kept_delays_nobody_for_long(path, monkeypatch):
     monkeypatch.setattr(json_files, "LOCK_TIMEOUT_S", 0.05)
     append_json(path, {"step": 1})
     with path.open("rb") as hoarder:

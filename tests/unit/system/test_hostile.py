@@ -166,7 +166,7 @@ def test_an_image_s_build_is_the_words_that_were_meant(tmp_path, monkeypatch, ba
 
 
 @pytest.mark.parametrize("pid", ["1; id", "$(id)", None, [1]])
-def test_a_process_id_that_a_task_made_up_is_no_command(make_run, monkeypatch, pid):
+def test_a_process_id_that_a_task_made_up_reaches_no_command(make_run, monkeypatch, pid):
     run, requested = make_run(), []
     monkeypatch.setattr(ContainerFaults, "_container", lambda self, task: "c")
     monkeypatch.setattr(engine, "ask", lambda *words, **options: requested.append(words))

@@ -166,7 +166,7 @@ def resolve(tmp_path, monkeypatch) -> Callable[[str], dict[str, object]]:
         "import tempfile\ndef mine():\n    tempfile.mkstemp()\n    return TrainConfig(seed=7)",
     ],
 )
-def test_what_a_preset_prints_starts_and_writes_is_no_part_of_the_answer(lines, resolve, capfd, temporary_files):
+def test_what_a_preset_prints_starts_and_writes_is_not_part_of_the_answer(lines, resolve, capfd, temporary_files):
     assert 7 == resolve(lines)["seed"]
     printed = capfd.readouterr()
     assert "" == printed.out

@@ -40,7 +40,7 @@ def test_the_reason_is_one_short_line(text, reason):
     assert reason == program.describe_lost_contact(tf.errors.UnavailableError(None, None, text))
 
 
-def test_a_step_that_an_unreported_error_cancelled_is_no_lost_contact():
+def test_a_step_that_an_unreported_error_cancelled_is_not_lost_contact():
     assert program.is_cancelled(tf.errors.CancelledError(None, None, f"{HEAD}group is cancelled\n{TAIL}"))
     assert not program.is_cancelled(tf.errors.CancelledError(None, None, f"{HEAD}Collective ops is aborted by: reset"))
 

@@ -53,7 +53,7 @@ def test_a_pod_that_comes_back_leaves_a_run_alone_that_has_not_stopped(run, give
     assert (1, state) == (run.generation, run.outcome and run.outcome.state)
 
 
-def test_a_run_that_stopped_goes_on_with_the_cluster_of_the_manifests(run, given, tmp_path):
+def test_a_run_that_stopped_continues_with_the_cluster_of_the_manifests(run, given, tmp_path):
     pod.prepare_folder(run, given)
     run.request_stop("chief")
     run.end("stopped", task="chief")

@@ -26,7 +26,7 @@ def stopped(run: RunFolder, then: str) -> None:
 
 
 @pytest.mark.parametrize(("then", "code"), [(AfterStop.REQUEUE, EXIT_PEER_LOST), ("", EXIT_DONE)])
-def test_only_a_run_that_is_to_go_on_starts_again(run, then, code):
+def test_only_a_run_that_is_to_continue_starts_again(run, then, code):
     stopped(run, then)
     assert code == service.run_copy(agent(""), run, TaskCopy.register(run, "chief"))
 

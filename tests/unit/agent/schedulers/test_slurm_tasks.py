@@ -50,7 +50,7 @@ def assembled(run: RunFolder) -> list[str]:
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_job_that_runs_again_goes_on_in_a_new_generation_elsewhere(run, stopped, monkeypatch):
+def test_a_job_that_runs_again_continues_in_a_new_generation_elsewhere(run, stopped, monkeypatch):
     assembled(run)
     monkeypatch.setattr(slurm, "LATER_S", 0.0)
     write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": 1.0})
@@ -101,7 +101,7 @@ def test_a_job_is_queued_again_unless_its_run_has_come_to_its_end(run, outcome, 
     assert code == slurm.result(run)
 
 
-def test_a_job_whose_tasks_never_started_is_not_queued_again_for_ever(run):
+def test_a_job_whose_tasks_never_started_is_not_queued_again_forever(run):
     take_places(run, "chief")
     assert 1 == slurm.result(run)
     outcome = run.outcome
@@ -126,7 +126,7 @@ def test_a_node_is_where_slurm_reaches_it(answer, expected, monkeypatch):
         assert expected == slurm.node_address("n1")
 
 
-def test_tasks_on_one_node_get_ports_of_their_own(run):
+def test_tasks_on_one_node_get_separate_ports(run):
     first, second = (slurm.task_port("127.0.0.1", number) for number in (0, 1))
     assert first != second
     with socket.socket() as taken:

@@ -96,7 +96,7 @@ def test_a_restart_counts_from_the_newest_fault_that_nothing_has_dealt_with(make
     assert ("killed", 0) == (restart["cause"], restart["steps_lost"])
 
 
-def test_an_evaluator_s_restart_is_reported_to_whoever_asks(make_run):
+def test_an_evaluator_s_restart_is_reported_on_request(make_run):
     run = make_run("demo", workers=1, evaluator=True)
     fault, killed = {"kind": "kill"}, {"cause": "killed"}
     began = tell(run, (0.0, "evaluator", "fault", fault), (3.0, "evaluator", "restarted", killed))

@@ -8,7 +8,7 @@ from cluster.system.json_files import write_json
 EVIL = "x`\n# <script>alert(1)</script> | y\x1b[2J"
 
 
-def test_a_run_that_ended_has_a_card_until_it_goes_on(run):
+def test_a_run_that_ended_has_a_card_until_it_continues(run):
     write_json(run.control / "result.json", {"steps": 7, "metrics": {"eval_accuracy": 0.5}, "weights_sha256": "ab"})
     run.end("succeeded")
     summary.write_summary(run, settle_s=0)
@@ -24,7 +24,7 @@ def test_a_run_that_ended_has_a_card_until_it_goes_on(run):
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped"])
-def test_the_card_of_a_run_that_can_go_on_says_so(run, state):
+def test_the_card_of_a_run_that_can_continue_says_so(run, state):
     run.end(state, task="chief", error="no more luck")
     summary.write_summary(run, settle_s=0)
     assert "invoke up --resume demo" in (text := run.card.read_text())

@@ -75,7 +75,7 @@ VIRTUAL = {"bitwise_elastic": 6}
     ],
     ids=str,
 )
-def test_a_run_that_may_have_other_bits_is_no_reference(ended, make_run, other, mine, found):
+def test_a_run_that_may_have_other_bits_is_not_a_reference(ended, make_run, other, mine, found):
     write_json(make_run("running", workers=1).config, CONFIG)  # it has not ended
     ended("calm", **other)
     run = ended("stormy", **mine)

@@ -20,7 +20,7 @@ from cluster.system.json_files import RESERVE, read_json, write_json
 from tests.support.waiting import together, wait_for
 
 
-def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run, monkeypatch):
+def test_a_heartbeat_continues_by_itself_until_it_is_stopped(run, monkeypatch):
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
     beat = HeartbeatWriter(run, run.load_cluster().task("chief"), generation=0).start()
     first = read_json(run.status("chief"))["updated_at"]
@@ -33,7 +33,7 @@ def test_a_heartbeat_goes_on_by_itself_until_it_is_stopped(run, monkeypatch):
     assert not run.status("chief").exists()
 
 
-def test_a_heartbeat_that_was_handed_over_goes_on_until_its_new_owner_writes(run, monkeypatch):
+def test_a_heartbeat_that_was_handed_over_continues_until_its_new_owner_writes(run, monkeypatch):
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.02)
     task = run.load_cluster().task("chief")
     agents = HeartbeatWriter(run, task, generation=0).start()
@@ -76,7 +76,7 @@ def test_a_look_for_new_generations_changes_the_folder_and_leaves_nothing_in_it(
     assert {"0.json", "1.json"} == {path.name for path in folder.iterdir()}
 
 
-def test_a_deleted_run_stays_deleted_whoever_still_writes(run):
+def test_a_deleted_run_stays_deleted_if_a_task_still_writes(run):
     run.delete()
     with pytest.raises(FileNotFoundError):
         run.end("failed")
@@ -159,7 +159,7 @@ BEAT = {"task": "chief", "state": "training", "updated_at": 1.0}
         )
     )],
 )  # fmt: skip
-def test_what_is_no_heartbeat_is_none_yet(run, found):
+def test_an_invalid_heartbeat_counts_as_none(run, found):
     write_json(run.status("worker-0"), BEAT | {"task": "worker-0"})
     run.status("chief").write_bytes(found)
     assert ["worker-0"] == list(run.heartbeats())

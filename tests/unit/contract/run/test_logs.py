@@ -65,7 +65,7 @@ def test_of_a_log_without_end_the_beginning_and_the_end_are_kept(log, monkeypatc
     assert all(path.stat().st_size <= 1010 + len(GAP) for path in log.parent.iterdir())
 
 
-def test_whoever_follows_a_log_misses_and_repeats_nothing(log, monkeypatch):
+def test_following_a_log_misses_and_repeats_nothing(log, monkeypatch):
     monkeypatch.setattr(logs, "PART_BYTES", 1000)
     reader, seen, numbers = LogReader(log), [], itertools.count(1)
     for size in itertools.islice(itertools.cycle([0, 1, 5, 30]), 60):

@@ -62,7 +62,7 @@ def test_a_record_that_was_rewritten_is_named_and_not_believed(started, record):
             provenance.check_trusted(run)
 
 
-def test_a_run_of_another_user_or_machine_is_refused_and_of_whoever_moved_it_is_not(started, monkeypatch, tmp_path):
+def test_a_run_of_another_user_or_machine_is_refused_unless_it_was_moved(started, monkeypatch, tmp_path):
     started().path.parent.rename(tmp_path / "moved")
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "moved"))
     assert planning.plan(Request(resume="mine", runtime="local")).resumes

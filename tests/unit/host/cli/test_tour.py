@@ -50,7 +50,7 @@ def test_a_user_can_stop_before_any_command(ran, monkeypatch):
     assert [STEPS[0].command()] == ran
 
 
-def test_what_was_typed_before_a_question_is_no_answer(monkeypatch):
+def test_what_was_typed_before_a_question_is_not_an_answer(monkeypatch):
     ours, theirs = pty.openpty()
     os.write(ours, b"\n\nq\n")
     with os.fdopen(theirs) as terminal:

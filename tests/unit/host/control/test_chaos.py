@@ -153,7 +153,7 @@ if NAME != "chief": serve()
     assert "succeeded" != stopped(gang)["state"]
 
 
-def test_a_run_that_ends_meanwhile_is_an_end_and_no_error(start_gang):
+def test_a_run_that_ends_before_it_recovers_is_an_end_and_not_an_error(start_gang):
     gang = begin(start_gang, "if GENERATION: sys.exit('no more')\n" + WORKS_ON)
     result = chaos.inject(gang.run, Fault("kill", "worker-0"))
     assert ("failed", False) == (result.ended, result.is_expected)

@@ -74,7 +74,7 @@ def test_one_run_is_deleted_by_its_name_and_it_is_said_which(old, capsys):
 
 
 @pytest.mark.parametrize("name", ["absent", "own", "linked", "../elsewhere", ".current"])
-def test_what_is_no_run_is_not_deleted_by_name(old, tmp_path, name):
+def test_a_folder_that_is_not_a_run_is_not_deleted_by_name(old, tmp_path, name):
     runs_dir = old("one").path.parent
     (runs_dir / "own").mkdir()
     (runs_dir / "own" / "file").touch()
@@ -108,7 +108,7 @@ def test_a_run_stays_that_another_command_holds_or_that_is_in_progress(old, monk
     assert run.path.exists()
 
 
-def test_a_folder_that_was_never_completed_is_no_run_and_its_name_is_free(old, monkeypatch):
+def test_a_folder_that_was_never_completed_is_not_a_run_and_its_name_is_free(old, monkeypatch):
     run = old("one")
     run.unfinished.touch()
     with pytest.raises(UsageError):

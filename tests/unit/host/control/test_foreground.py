@@ -24,7 +24,7 @@ from tests.support.launching import Commands
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("age_s", [0, LOST_AFTER_S + 5, 1e6, -1e6])
-def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(make_run, age_s):
+def test_a_run_with_one_live_task_continues_whatever_its_clock_says(make_run, age_s):
     run, looks = make_run(workers=1), itertools.count()
     beat(run, "chief", age_s=LOST_AFTER_S + 5)
 
@@ -39,7 +39,7 @@ def test_a_run_with_one_live_task_goes_on_whatever_its_clock_says(make_run, age_
     assert run.outcome is None
 
 
-def test_a_watcher_s_own_sleep_is_no_silence(make_run):
+def test_a_watcher_s_own_sleep_is_not_silence(make_run):
     run, clock = make_run(), [0.0]
     monitor = LivenessMonitor(run, lambda: clock[0])
     beat(run, "chief", age_s=0)
@@ -109,7 +109,7 @@ def test_a_supervisor_that_lives_may_be_silent_for_longer(make_run, supervised):
 
 
 @pytest.mark.parametrize("age_s", [60, -60, 1e6])
-def test_whoever_asks_once_looks_twice_and_calls_lost_what_does_not_change(run, monkeypatch, age_s):
+def test_a_single_query_looks_twice_and_calls_an_unchanged_task_lost(run, monkeypatch, age_s):
     assert is_silent(run)
     monkeypatch.setattr(heartbeat, "SECOND_LOOK_S", 0.05)
     for state, shown in (("training", "lost"), ("done", "done")):
@@ -138,13 +138,13 @@ def test_watching_asks_no_engine(run, monkeypatch):
     assert [0, 0, 0] == looks
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_an_interrupt_before_the_run_is_watched_says_whether_it_goes_on(run, monkeypatch, capsys, goes_on):
+@pytest.mark.parametrize("continues", [True, False])
+def test_an_interrupt_before_the_run_is_watched_says_whether_it_continues(run, monkeypatch, capsys, continues):
     monkeypatch.setattr(foreground.startup, "start_planned", Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr(foreground.teardown, "in_progress", lambda run: goes_on)
+    monkeypatch.setattr(foreground.teardown, "in_progress", lambda run: continues)
     with pytest.raises(KeyboardInterrupt):
         foreground.up(SimpleNamespace(run=run), Commands(), began=0.0)
-    assert goes_on is (run.name in capsys.readouterr().err)
+    assert continues is (run.name in capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("scripted", [False, True])

@@ -67,7 +67,7 @@ def test_a_new_trace_is_prepared_for_the_tab_once(run, monkeypatch):
     assert lines[-1].startswith("note ")
 
 
-def test_what_is_no_trace_cannot_be_prepared(tmp_path):
+def test_an_invalid_trace_cannot_be_prepared(tmp_path):
     (tmp_path / "vm.xplane.pb").write_bytes(b"no trace")
     assert not profile.prepare_trace(tmp_path)
     assert not (tmp_path / profile.CACHE_VERSION).exists()
@@ -98,7 +98,7 @@ def test_one_request_at_a_time_and_one_that_was_left_behind_is_replaced(run):
 
 
 @pytest.mark.parametrize("state", ["training", "saving", "evaluating", "waiting", "compiling", "failed"])
-def test_only_a_task_that_trains_or_will_go_on_is_traced(run, state):
+def test_only_a_task_that_trains_or_will_continue_is_traced(run, state):
     beat(run, "worker-0", state)
     profile._check_task(run, "chief")
     traced = state in ("training", "saving", "evaluating")

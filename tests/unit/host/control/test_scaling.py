@@ -119,7 +119,7 @@ def test_memory_counts_the_tasks_that_end(training, monkeypatch):
     startup.check_machine(scaling.plan_scaling(run, 2), ending=2)
 
 
-def test_only_a_run_that_goes_on_is_scaled(training):
+def test_only_a_run_that_continues_is_scaled(training):
     run = training(workers=2)
     assert run.request_stop("somebody")
     assert "stopped already" in str(refusal(run, 1))
@@ -253,7 +253,7 @@ def scale(monkeypatch, tmp_path) -> Callable[..., int]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (0, 2)])
-def test_a_run_goes_on_with_other_workers_while_somebody_waits(start_gang, scale, capsys, before, after):
+def test_a_run_continues_with_other_workers_while_somebody_waits(start_gang, scale, capsys, before, after):
     gang = start_gang(LASTING, workers=before, hang_timeout_s=90)
     started, ended = read_json(gang.run.control / "started.json"), []
     waits = threading.Thread(target=lambda: ended.append(foreground.follow(gang.run, lambda value: None, 60)))
@@ -318,7 +318,7 @@ def test_a_run_that_ends_by_itself_first_says_so(start_gang, scale, capsys, ends
     assert state == "succeeded" or summary["cause"]["error"] == "loss is nan"
 
 
-def test_a_run_that_does_not_stop_in_time_goes_on(start_gang, scale, monkeypatch):
+def test_a_run_that_does_not_stop_in_time_continues(start_gang, scale, monkeypatch):
     monkeypatch.setattr(foreground, "stop_timeout_s", lambda run: 0.2)
     saves = "until(lambda: run.stop_requested or run.stop_withdrawn(0)), until(lambda: not run.stop_requested)"
     gang = start_gang(f"train(3)\nif not GENERATION: {saves}, finish('stopped')\ntrain(4), meet(), finish()", workers=1)
@@ -341,11 +341,11 @@ def test_somebody_s_stop_comes_before_another_size(start_gang, scale):
 
 
 def test_a_stop_that_comes_between_the_clusters_is_not_lost(start_gang, scale, monkeypatch):
-    go_on = startup.continue_run
+    resume = startup.continue_run
 
     def stopped_by_then(planned: Plan, sh: Shell) -> None:
         planned.run.insist_on_stop("invoke stop")
-        go_on(planned, sh)
+        resume(planned, sh)
 
     monkeypatch.setattr(startup, "continue_run", stopped_by_then)
     gang = start_gang(LASTING, workers=1)

@@ -88,7 +88,7 @@ def test_only_what_the_run_can_outlive_is_drawn(make_run, injected, topology, ru
 
 
 @pytest.mark.parametrize(("runtime", "drawn"), [("local", True), ("docker", True), ("swarm", False)])
-def test_a_worker_is_lost_only_where_the_run_goes_on_without_and_is_spared_then(make_run, injected, runtime, drawn):
+def test_a_worker_is_lost_only_where_the_run_continues_without_and_then_spared(make_run, injected, runtime, drawn):
     run = make_run("another", workers=2)
     write_json(run.compose, {"x-runtime": runtime})
     write_json(run.control / "started.json", read_json(run.control / "started.json") | {"min_workers": 1})

@@ -103,7 +103,7 @@ def test_a_second_signal_kills_a_script_that_does_not_listen(up, folder, tmp_pat
     assert [] == supervisor.processes_left(run)
 
 
-def test_a_run_whose_terminal_is_closed_goes_on(up, folder, tmp_path):
+def test_a_run_whose_terminal_is_closed_continues(up, folder, tmp_path):
     watched, run = up(), RunFolder(tmp_path / "runs" / "one")
     watched.send_signal(signal.SIGHUP)
     ((code, out, _),) = finished(watched)
@@ -127,7 +127,7 @@ def test_a_run_that_is_being_started_is_ended_once_it_is(make_run, start_gang):
     assert "stopped" == read_json(gang.run.summary)["state"]
 
 
-def test_a_run_that_goes_on_is_neither_scaled_while_another_is_at_work_on_it_nor_removed(start_gang):
+def test_a_resumed_run_is_neither_scaled_nor_removed_while_another_command_works_on_it(start_gang):
     gang = start_gang("train(2), work()", workers=0)
     gang.await_step("chief", 2)
     with claim.hold_claim(gang.run, "resumed"), pytest.raises(claim.Taken, match="is being resumed by process"):

@@ -95,7 +95,7 @@ def test_down_ends_local_runs_and_names_those_in_an_engine_that_is_gone(client, 
     assert owner.read_owner(contained)  # the next `down` knows of it
 
 
-def test_down_goes_on_behind_a_run_that_cannot_be_ended(client, context, start_gang, make_run, capsys):
+def test_down_continues_after_a_run_that_cannot_be_ended(client, context, start_gang, make_run, capsys):
     first = make_run("a-first")
     owner.create_owner(first, "docker")
     project = compose_runtime.project(first.path)
@@ -131,7 +131,7 @@ def test_a_run_whose_containers_cannot_be_removed_still_says_how_it_ended(run, c
 
 
 @pytest.mark.parametrize("record", ["", "x", "[]", "{}", '{"runtime": "local", "port": 1}', '{"runtime": "docker"}'])
-def test_a_damaged_record_is_no_tensorboard(tmp_path, record):
+def test_a_damaged_record_is_not_a_tensorboard(tmp_path, record):
     (tmp_path / ".tensorboard.json").write_text(record)
     assert tensorboard.running_port(tmp_path) is None
     assert not tensorboard.stop(tmp_path, Commands())

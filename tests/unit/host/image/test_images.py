@@ -216,7 +216,7 @@ def test_every_install_must_be_from_a_lock_alone():
 
 
 @pytest.mark.parametrize("base", ["--help", "-", "a b", "$(id)", "a\nb"])
-def test_a_base_that_is_no_image_s_name_is_refused_before_docker_is_called(base, docker, monkeypatch):
+def test_an_invalid_name_of_a_base_is_refused_before_docker_is_called(base, docker, monkeypatch):
     calls = docker("exit 0")
     monkeypatch.setenv("BASE_IMAGE", base)
     for requested in ("", base):

@@ -78,7 +78,7 @@ def test_a_container_a_gpu_and_the_machine_must_hold_their_tasks(monkeypatch, li
     assert fits is not any("NOT fit" in line for line in plans.memory_lines(SIZES | value))
 
 
-def test_a_model_that_cannot_be_counted_is_no_error(monkeypatch):
+def test_a_model_that_cannot_be_counted_is_not_an_error(monkeypatch):
     monkeypatch.setattr(user_code, "run", Mock(side_effect=UsageError("no such model")))
     value = plans.estimate_memory(plan())
     assert {"unknown": "no such model"} == value

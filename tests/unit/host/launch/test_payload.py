@@ -189,7 +189,7 @@ def test_a_script_needs_no_data_and_gets_a_folder_to_work_in(theirs, stopped_run
     assert (None, None) == (value["global_batch"], value["replica_batch"])
 
 
-def test_a_script_s_run_goes_on_with_its_script(theirs, stopped_run):
+def test_a_script_s_run_continues_with_its_script(theirs, stopped_run):
     run = stopped_run(script=str(theirs), name="one", workers=1, overrides=("7",))
     plan = planning.plan(Request(resume="one", **LOCAL))
     assert (theirs, ("7",), 2) == (plan.payload.script, plan.payload.arguments, len(plan.cluster.tasks))
@@ -199,7 +199,7 @@ def test_a_script_s_run_goes_on_with_its_script(theirs, stopped_run):
     assert 1 == run.generation
 
 
-def test_modules_of_one_s_own_are_mounted_and_on_the_path(docker, monkeypatch, tmp_path):
+def test_the_user_s_modules_are_mounted_and_on_the_path(docker, monkeypatch, tmp_path):
     monkeypatch.setattr(configuration, "resolve_config", lambda *_: (dict(CONFIG), (tmp_path / "mine",), ""))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o755)

@@ -103,7 +103,7 @@ def test_unless_it_is_asked_for_no_process_sees_a_gpu(resolved, monkeypatch, req
     assert "GPU" not in "\n".join(plan_lines(planned.to_json()))
 
 
-def test_a_start_builds_records_and_goes_on_with_the_gpu_image(resolved, nvidia_smi, docker, monkeypatch):
+def test_a_start_builds_records_and_continues_with_the_gpu_image(resolved, nvidia_smi, docker, monkeypatch):
     docker(WORKING_ENGINE)
     nvidia_smi("8-h100-nvswitch")
     built, checked, inspected = [], [], []

@@ -121,7 +121,7 @@ def test_every_possible_number_of_replicas_must_share_the_batch(workers, least, 
     check_elastic_batch({"min_workers": least, "grow": False}, cluster, config | {"global_batch": batch})
 
 
-def test_the_plan_says_what_it_goes_on_without(resolved):
+def test_the_plan_says_which_workers_it_can_lose(resolved):
     plan = planning.plan(Request(min_workers=1, grow=True, runtime="local", tensorboard_port="0"))
     assert {"min_workers": 1, "grow": True} == plan.elastic == plan.to_json()["elastic"]
     assert any("--bitwise-elastic" in note for note in plan.notes)

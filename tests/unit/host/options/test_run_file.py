@@ -90,7 +90,7 @@ def test_the_overrides_that_are_written_are_read_again(tmp_path_factory, overrid
 
 
 @pytest.mark.parametrize(("given", "is_path"), [("before", False), ("a/ckpt-4.index", True), ("w.npz", True)])
-def test_first_weights_are_in_a_file_beside_the_run_file_or_of_a_run(tmp_path, monkeypatch, given, is_path):
+def test_first_weights_are_in_a_file_next_to_the_run_file_or_of_a_run(tmp_path, monkeypatch, given, is_path):
     monkeypatch.chdir(tmp_path)
     text = run_file.render_run_file(Request(init_from=str(tmp_path / given) if is_path else given), {}, tmp_path)
     assert f'init-from = "{given}"' in text

@@ -135,7 +135,7 @@ def test_containers_that_root_starts_can_read_a_secret_or_it_is_refused(monkeypa
         compose_runtime.check_readable(Payload(secrets={"A_KEY": key}))
 
 
-def test_a_run_goes_on_with_its_variables(theirs, stopped_run, tmp_path):
+def test_a_run_continues_with_its_variables(theirs, stopped_run, tmp_path):
     (tmp_path / "key").write_text("precious")
     stopped_run(name="one", workers=0, script=str(theirs), env=("A=1",), secret=(f"B={tmp_path / 'key'}",))
     planned = planning.plan(Request(resume="one", runtime="local", tensorboard_port="0"))

@@ -60,7 +60,7 @@ def test_an_engine_that_does_not_report_is_on_this_machine(docker, total):
     assert machine.total_bytes() == engine.memory_bytes() > machine.available_bytes()
 
 
-def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_anew(resolved, make_run, docker):
+def test_a_run_keeps_its_limit_and_another_number_of_tasks_shares_again(resolved, make_run, docker):
     docker(with_memory(str(20 * GIB)))
     run = make_run(workers=2)
     write_json(run.summary, {"state": "stopped"})

@@ -68,7 +68,7 @@ def test_containers_have_their_own(resolved, docker):
     assert (EXIT_USAGE, True) == (error.exit_code, "--network host" in str(error))
 
 
-def test_what_was_asked_for_holds_when_the_run_goes_on(resolved, stopped_run):
+def test_a_requested_network_is_kept_when_the_run_continues(resolved, stopped_run):
     for name, requested, then in (("open", "host", "host"), ("closed", "private", "private"), ("left", "", "private")):
         assert then == read_json(stopped_run(name=name, network=requested).compose)["network"]
         for again in (Request(resume=name, **LOCAL), Request(again=name, **LOCAL)):

@@ -103,7 +103,7 @@ def test_no_proxy_is_asked_whether_it_is_up(tmp_path, monkeypatch):
         tensorboard._await_answer(tmp_path, server.getsockname()[1], None, lambda: pytest.fail("no answer"))
 
 
-def test_a_run_goes_on_without_a_tensorboard_that_does_not_start(make_run, monkeypatch):
+def test_a_run_continues_without_a_tensorboard_that_does_not_start(make_run, monkeypatch):
     monkeypatch.setattr(tensorboard, "start", Mock(side_effect=PrerequisiteError("another program took the port")))
     line = foreground._start_tensorboard(make_run(), None, tensorboard.PROCESS, no_shell, lambda value: None)
     assert "another program took the port" in line
@@ -148,7 +148,7 @@ def test_the_container_runs_the_same_program():
 
 
 @pytest.mark.parametrize("path", ["/", "/index.html"])
-def test_whoever_opens_it_sees_pinned_cards_and_whoever_chose_others_keeps_them(path):
+def test_cards_are_pinned_unless_the_user_chose_others(path):
     board = load()
     with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
         archive.writestr("index.html", "the page")

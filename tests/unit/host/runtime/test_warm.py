@@ -124,7 +124,7 @@ def parent(pid: int) -> int:
     return int(processes.stat(pid)[1])
 
 
-def test_runs_of_one_import_have_what_those_of_their_own_import_have(start, module):
+def test_runs_that_share_an_import_behave_like_runs_with_separate_imports(start, module):
     network = "host" if namespaces.refusal() else "private"
     orders: list[warm.EarlySupervisor] = []
     gang = start("cold", before_start=orders.append, network=network)
@@ -141,7 +141,7 @@ def test_runs_of_one_import_have_what_those_of_their_own_import_have(start, modu
     assert ("1", "None") == (cold["variables"]["SET_BY_IMPORT"], cold["variables"]["CHOSEN"])
 
 
-def test_a_run_leaves_nothing_if_its_first_process_is_killed_and_what_stays_is_no_part_of_it(start):
+def test_a_run_whose_first_process_is_killed_leaves_nothing_and_the_warm_process_stays(start):
     start("first", STAYS_S).summary()
     serving, gang = stays(), start("killed")
     assert serving == parent(gang.keeper["pid"])

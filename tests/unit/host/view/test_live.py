@@ -173,7 +173,7 @@ def test_in_a_terminal_each_task_has_a_colour_and_start_up_messages_are_left_out
     assert bool(no_color) is ("\x1b" not in "".join(shown))
 
 
-def test_followed_logs_go_on_until_the_run_ends(run, capsys, monkeypatch):
+def test_followed_logs_continue_until_the_run_ends(run, capsys, monkeypatch):
     run.log("chief").write_text("one\nt")
     more = iter(["wo\nthree\n", "four\n"])
 

@@ -73,7 +73,7 @@ def test_evaluated_weights_are_chosen_by_the_averages_or_by_a_callback(own_parts
     ("name", "writes"),
     [("best.weights.h5", False), ("worker-0.weights.h5", True), ("temporary/best.weights.h5", True)],
 )
-def test_a_worker_saves_models_only_to_files_of_its_own(monkeypatch, tmp_path, name, writes):
+def test_a_worker_saves_models_only_to_separate_files(monkeypatch, tmp_path, name, writes):
     """Others are the chief's, which would write the same file at the same time."""
     patches.apply()
     for variable, value in (("TASK", "worker-0"), ("RUN_DIR", "run"), ("TMPDIR", "temporary")):

@@ -49,7 +49,7 @@ def test_training_with_validation_and_callbacks_must_be_that_of_one_process(foun
     same(first, alone, ("loss", "accuracy", "val_loss", "val_accuracy"))
 
 
-def test_a_training_that_goes_on_from_a_backup_must_end_with_the_same_bits_and_the_next_one_begin_anew(found):
+def test_a_training_that_continues_from_a_backup_must_end_with_the_same_bits_and_the_next_start_over(found):
     for task in found:
         whole, resumed = task["callbacks"]["whole"], task["callbacks"]["resumed"]
         assert [2, 3] == resumed["epochs"]  # it was interrupted before the third

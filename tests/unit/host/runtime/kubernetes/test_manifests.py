@@ -135,7 +135,7 @@ def test_the_golden_manifests_are_what_is_rendered(capsys, kind):
 
 
 @pytest.mark.usefixtures("resolved")
-def test_data_is_prepared_by_a_job_of_its_own():
+def test_data_is_prepared_by_a_separate_job():
     (job,) = kubernetes.render(Request(name="one"), data=True)
     assert ("Job", "one-data") == (job["kind"], job["metadata"]["name"])
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -83,7 +83,7 @@ def test_no_file_of_a_run_is_read_through_a_link(run, outside, at, folder, capsy
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir()])
 @pytest.mark.parametrize("at", READS)
-def test_what_is_no_plain_file_is_not_waited_for(run, make, at):
+def test_a_special_file_is_not_waited_for(run, make, at):
     make(run.path / at)
     with pytest.raises(json_files.DamagedError):
         json_files.read_json(run.path / at)
@@ -168,7 +168,7 @@ PARTS = ["status", "work", "work/chief", "control", "requirements.txt", "control
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_what_goes_on_or_begins_again_touches_nothing_outside(outside, untouched, stopped_run, tmp_path, part):
+def test_resuming_or_starting_over_touches_nothing_outside(outside, untouched, stopped_run, tmp_path, part):
     (packages := tmp_path / "packages").mkdir()
     (packages / "requirements.txt").touch()
     (script := tmp_path / "theirs" / "fit.py").parent.mkdir()
