@@ -40,7 +40,7 @@ class Group(StrEnum):
     RUNS = "Where it runs"
     KEPT = "How it is kept alive"
     WATCHED = "How it is watched"
-    COMMAND = "This command alone"
+    COMMAND = "Only this command"
 
 
 class Needs(Enum):
