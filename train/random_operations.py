@@ -41,14 +41,14 @@ def warn_of_assigning(where: str, graph: tf.Graph) -> None:
     """Warn of a function that assigns variables other than the states of Keras's generators, which steps replace."""
     others = [variable for variable in graph.variables if "seed_generator" not in variable.name]
     if others and find_operations(graph) & ASSIGNING:
-        problem = "which begins again after a restart, and which evaluations assign, too"
+        problem = "which starts over after a restart, and which evaluations assign, too"
         warn(f"{where} assigns a variable, {problem}; keep it in a layer of the model")
 
 
 @functools.cache
 def _warn(where: str, operation: str) -> None:
     warn(
-        f"{where} draws by TensorFlow's {operation}, which begins again after a restart and is the same in every task; "
+        f"{where} draws by TensorFlow's {operation}, which starts over after a restart and is the same in every task; "
         "use keras.random with a keras.random.SeedGenerator"
     )
 

@@ -237,8 +237,8 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
     check_together(request, scripted=False)
     name = request.name or (request.preset or PRESET).rpartition(":")[2].replace("_", "-").lower()
     if not NAME.fullmatch(name):
-        allowed = "small letters, digits and '-', at most 40, the first a letter"
-        raise UsageError(f"--name {name!r}: Kubernetes takes {allowed}; choose such a name")
+        allowed = "lower-case letters, digits and '-', at most 40, the first a letter"
+        raise UsageError(f"--name {name!r}: Kubernetes allows {allowed}; choose such a name")
     cpus = spec.parse_count("cpus", requested_cpus, 1, 1024)
     gpus = request.gpus_per_task or 0
     cluster = planning.build_cluster(request)
@@ -247,7 +247,7 @@ def _manifest(request: Request, image: str, claim: str, requested_cpus: str) -> 
         cluster = cluster.with_devices(gpus, request.strategy or strategies.AUTO)
     planning.check_devices(request, cluster, gpus)
     if cluster.kind.hardware:
-        raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for other hardware than GPUs")
+        raise UsageError(f"--strategy {cluster.strategy}: no manifests are rendered for hardware other than GPUs")
     config, _, _ = configuration.resolve_config(request, cores=cpus)
     planning.check_batch_and_precision(config, cluster)
     elastic_run = planning.elastic_record(request, request, cluster)

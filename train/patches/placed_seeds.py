@@ -74,8 +74,8 @@ def random_place(
         _place.reset(token)
     if inside.repeats:  # raised after the model's call, in which Keras extends messages
         raise UsageError(
-            "a layer draws random numbers inside of a loop, such as Dropout in the cell of an RNN, and would draw the "
-            "same in each iteration; draw before the loop, as keras.layers.LSTM(dropout=...) does"
+            "a layer draws random numbers inside a loop, such as Dropout in the cell of an RNN, and would draw the "
+            "same ones in each iteration; draw before the loop, as keras.layers.LSTM(dropout=...) does"
         )
 
 

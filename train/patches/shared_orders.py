@@ -58,7 +58,7 @@ def draws_alone(dataset: tf.data.Dataset) -> bool:
 @functools.cache
 def warn() -> None:
     """Warn, once, of a dataset that each task shuffles in another order."""
-    order = "each task shuffles this dataset in another order before it takes its part of it"
+    order = "each task shuffles this dataset in another order before taking its part of it"
     effect = "an epoch has some examples twice and lacks others"
     print(f"warning: {order}: {effect}; give Dataset.shuffle a seed", file=sys.stderr, flush=True)
 

@@ -110,7 +110,7 @@ def partition_model(
     if assigned and config.micro_batches > 1:
         raise UsageError(
             f"--micro-batches {config.micro_batches}: a layer assigns the weight {assigned[0]}, which each micro-batch "
-            "does by itself; make it with add_weight(trainable=False)"
+            "does separately; make it with add_weight(trainable=False)"
         )
     check_models(models, remat=pipeline.remat, asynchronous=pipeline.schedule == "pipedream", pipelines=pipelines)
     return costs, models

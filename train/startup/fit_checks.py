@@ -63,7 +63,7 @@ def warn_of_sum(model: keras.Model, replicas: int) -> None:
         warn(
             f"the gradients of {replicas} replicas are added up, and {type(model).__name__}.{method} does not divide "
             "its loss by their number, as Keras's compute_loss and losses do; divide it by "
-            "tf.distribute.get_strategy().num_replicas_in_sync, but not what its metrics are given"
+            "tf.distribute.get_strategy().num_replicas_in_sync, but not the loss that its metrics take"
         )
 
 

@@ -73,7 +73,7 @@ def _check_task(run: RunFolder, name: str) -> None:
     task = spec.task(name)
     if run.script:
         advice = "call tf.profiler.experimental in it, or give its TensorBoard callback profile_batch"
-        raise UsageError(f"run {run.name!r} is one of a script, which takes its own steps; {advice}")
+        raise UsageError(f"run {run.name!r} runs a script, whose steps are unknown; {advice}")
     if run.outcome or run.load_summary():
         hint = f"`{COMMAND} up --resume {run.name}` continues it"
         raise UsageError(f"run {run.name!r} has ended, so nothing trains in it; {hint}")
@@ -82,7 +82,7 @@ def _check_task(run: RunFolder, name: str) -> None:
     if task.role == Role.EVALUATOR:
         raise UsageError(f"{name} takes no training steps; name one that does: `{COMMAND} profile chief`")
     if spec.kind.served and run.load_config().get("loop") == "fit":
-        raise UsageError("Keras's fit under parameter servers reports no single steps; trace with --loop custom")
+        raise UsageError("Keras's fit under parameter servers does not report single steps; trace with --loop custom")
     beat = read_live_heartbeats(run, name).get(name)
     state = beat.state if beat else "not started"
     if state not in WORKING:

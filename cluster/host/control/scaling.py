@@ -80,7 +80,7 @@ def plan_scaling(run: RunFolder, workers: int | None, ps: int | None = None, *, 
         raise UsageError("--workers is missing: say how many, such as --workers 1")
     if run.script:
         commands = f"`{COMMAND} stop {run.name}`, then `{COMMAND} up --resume {run.name}{options}`"
-        raise UsageError(f"run {run.name!r} is one of a script, which keeps its own state; {commands}")
+        raise UsageError(f"run {run.name!r} runs a script, which keeps its own state; {commands}")
     if not teardown.in_progress(run):
         raise UsageError(f"run {run.name!r} has ended; `{COMMAND} up --resume {run.name}{options}` continues it")
     previous = run.load_cluster()

@@ -97,10 +97,10 @@ def check_script(name: str, runs_dir: Path) -> Path:
     if home := settings.home():
         shared[home.resolve()] = "your home folder"
     if folder in shared:
-        problem = f"lies in {shared[folder]}, and tasks see all of the folder that a script lies in"
+        problem = f"is in {shared[folder]}, and tasks see the whole folder of a script"
         raise UsageError(f"--script {name!r} {problem}; move it to a separate folder")
     if folder.is_relative_to(runs_dir.resolve()):
-        raise UsageError(f"--script {name!r} lies in the folder of the runs, {runs_dir}; copy it to a separate folder")
+        raise UsageError(f"--script {name!r} is in the folder of the runs, {runs_dir}; copy it to a separate folder")
     return script
 
 

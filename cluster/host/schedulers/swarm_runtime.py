@@ -283,7 +283,7 @@ class Swarm(compose_runtime.ContainerRuntime, ScheduledRuntime):
     def preflight(self, work: Workload, ending: int = 0) -> None:  # noqa: ARG002  # the Swarm checks the free resources
         """Check that some host accepts tasks; only the Swarm knows which hosts have the reserved resources."""
         if all(node.obstacle for node in list_nodes()):
-            raise PrerequisiteError("no host of the Swarm takes tasks; `docker node ls` says why")
+            raise PrerequisiteError("no host of the Swarm accepts tasks; `docker node ls` says why")
 
     def prepare(self, work: Workload, sh: Shell, *, renew: bool = True) -> None:
         super().prepare(work, sh, renew=renew)
@@ -354,7 +354,7 @@ def _await_places(name: str, expected: Collection[str]) -> None:
                 fix = fixes[0] if fixes else "`docker service ps --no-trunc` says more"
                 raise PrerequisiteError(f"{task.service} cannot start on {task.node}: {task.error}; {fix}")
             if task.state == "pending" and task.error and passed_s > UNPLACED_S:
-                raise PrerequisiteError(f"no host takes {task.service}: {task.error}; request less, or add hosts")
+                raise PrerequisiteError(f"no host can take {task.service}: {task.error}; request less, or add hosts")
             if task.state in ("starting", "running", "complete", "failed"):
                 placed.add(task.service)
         if placed >= set(expected):

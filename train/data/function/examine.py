@@ -80,12 +80,12 @@ def _warn_of_random_numbers(name: str, dataset: tf.data.Dataset) -> None:
     found = set[str]().union(*map(random_operations.find_operations, random_operations.graphs_of(dataset)))
     if drawing := found & random_operations.DRAWING:
         warn(
-            f"--dataset {name!r} draws by TensorFlow's {min(drawing)}, whose numbers begin again after a restart; use "
+            f"--dataset {name!r} draws by TensorFlow's {min(drawing)}, whose numbers start over after a restart; use "
             "tf.random.stateless_* or tf.image.stateless_* with shard.seed"
         )
     if found & random_operations.ASSIGNING:
         warn(
-            f"--dataset {name!r} assigns a variable, as a random layer of Keras does, which has its first value again "
+            f"--dataset {name!r} assigns a variable, as a random layer of Keras does, which returns to its first value "
             "after a restart"
         )
 

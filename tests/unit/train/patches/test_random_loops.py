@@ -31,7 +31,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trace(layer: keras.Layer) -> None:
-    """Call a layer in a step inside of a loop, as steps are."""
+    """Call a layer in a step inside a loop, as steps are."""
     inputs = tf.ones([3, 4, 2])
     layer(inputs)  # builds it
 
@@ -44,7 +44,7 @@ def trace(layer: keras.Layer) -> None:
 
 
 def test_a_draw_in_each_iteration_of_a_loop_is_refused() -> None:
-    with pytest.raises(UsageError, match="inside of a loop"):
+    with pytest.raises(UsageError, match="inside a loop"):
         trace(layers.RNN(Cell()))
 
 
