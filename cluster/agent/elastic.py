@@ -127,7 +127,7 @@ class Members:
         """Return how long to wait at the rendezvous for the missing tasks.
 
         Where the chief's agent decides whether the run needs them, the other agents wait longer, for its decision, even
-        if they miss the chief alone. While the chief's hub is connected, a missing chief is only waiting for others.
+        if they miss only the chief. While the chief's hub is connected, a missing chief is only waiting for others.
         """
         if self._min_workers is None or self._decides:
             return timeout_s

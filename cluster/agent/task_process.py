@@ -135,7 +135,7 @@ class TaskProcess(ABC):
 
 
 class Trainer(TaskProcess):
-    """A training program. It starts at once and waits at its gate, the pipe whose descriptor is `GATE_FD`."""
+    """A training program. It starts immediately and waits at its gate, the pipe whose descriptor is `GATE_FD`."""
 
     noise = NOISE
 

@@ -28,7 +28,7 @@ No thread of Python runs during a long call that holds the interpreter's lock, s
 that is only silent therefore gets as long as one without a new step.
 """
 SILENT_S = 12.0
-"""A task without a heartbeat for this long, also of its agent, counts as gone, and another agent acts."""
+"""A task counts as gone, and another agent acts, after this long without a heartbeat, even by its agent."""
 IMPORT_S = 120.0
 """Longest time from the rendezvous to a program's own first heartbeat, and between heartbeats while importing."""
 EXAMINE_S = 0.5

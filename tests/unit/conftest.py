@@ -118,7 +118,7 @@ def start_gang(make_run, start_run, tmp_path) -> StartGang:
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """Watchers for whom nearly a second passes between two looks."""
+    """Watchers whose clock advances by nearly a second per look."""
     ticks = itertools.count(0.0, 0.9)
     monkeypatch.setattr(foreground, "POLL_S", 0.001)
     monkeypatch.setattr(foreground, "LivenessMonitor", functools.partial(LivenessMonitor, clock=lambda: next(ticks)))

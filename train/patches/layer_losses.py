@@ -1,4 +1,4 @@
-"""The losses that layers add, and the dropout masks of a recurrent cell, are kept apart by thread, and so by replica.
+"""The losses that layers add, and the dropout masks of a recurrent cell, are kept per thread, and so per replica.
 
 Defect: all replicas of a process share `Layer._losses` and a cell's masks. They take turns where they exchange
 something, such as in BatchNormalization, and then clear each other's losses and drop units by each other's masks.

@@ -44,15 +44,15 @@ class StageGraph:
         stage_model, replica = task_stages.models[number], task_stages.pipeline
         # In PipeDream each micro-batch has a separate update; otherwise gradients are added up from zeros,
         # as on one device, and each micro-batch adds its share of the losses of layers, such as regularization.
-        alone, parts = config.pipeline.schedule == "pipedream", task_stages.pipelines * config.micro_batches
-        shares, micro_batch = 1 if alone else parts, config.global_batch // parts
-        self._loss_batch = micro_batch if alone else config.global_batch
+        separate, parts = config.pipeline.schedule == "pipedream", task_stages.pipelines * config.micro_batches
+        shares, micro_batch = 1 if separate else parts, config.global_batch // parts
+        self._loss_batch = micro_batch if separate else config.global_batch
         """Number of examples over which the loss is a mean; in PipeDream a micro-batch has a separate update."""
         model = stage_model.model
         self._context, self._policy, self._number, self._edges = context, policy, number, edges
         self._feed, self._first_part, self._update = feed, task_stages.pipeline * config.micro_batches, update
         self._remat, self._device = config.pipeline.remat, task_stages.device(number)
-        self._accumulates = config.micro_batches > 1 and not alone
+        self._accumulates = config.micro_batches > 1 and not separate
         self._first, self._last = number == 0, number == task_stages.stages - 1
         self._stage_model = stage_model
         self._inputs = tf.TensorSpec([micro_batch, *model.inputs[0].shape[1:]], model.inputs[0].dtype)

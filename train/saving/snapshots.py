@@ -69,7 +69,7 @@ class MemorySnapshots:
         _fill(min(self._files, key=_steps_of), _HEADER.pack(*numbers, digest), parts)
 
     def _has_room(self, length: int) -> bool:
-        """Whether two snapshots of a length may be kept; the files of a task that keeps some have taken their room."""
+        """Whether two snapshots of a length may be kept; the files of a task that keeps some already have theirs."""
         if any(os.fstat(file).st_size > _HEADER.size for file in self._files):
             return True
         needed = 2 * length

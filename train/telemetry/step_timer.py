@@ -86,7 +86,7 @@ class StepTimer:
         return marked if replica is self._first_replica else ()
 
     def next_batch(self, results: Any, batch: Any, marked: Marked) -> Any:
-        """Mark when the step starts and stops to wait for the next batch; return the batch, after both marks."""
+        """Mark the beginning and the end of the wait for the next batch; return the batch, after both marks."""
         if not marked:
             return batch
         asks = self._mark("asks", marked[0], results)

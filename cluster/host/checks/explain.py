@@ -181,7 +181,7 @@ def _read(text: str, into: Explained) -> None:
         if not text.strip():
             fix = "set TF_CONFIG, or unset it where one process trains alone"
         elif "'" in text.replace('"', ""):
-            fix = "use json.dumps, which writes double quotes, and give the value alone, from { to }"
+            fix = "use json.dumps, which writes double quotes, and give only the value, from { to }"
         into.fail("json", detail, fix)
         return
     if isinstance(value, str):
@@ -292,7 +292,7 @@ def _check_addresses(config: Explained) -> None:
         by_address.setdefault((host, member.port), []).append(member)
         shown = f"{member.name}: {member.address[:100]!r}"
         if "://" in member.address:
-            config.fail("address", f"{shown} has a scheme", "write host:port alone")
+            config.fail("address", f"{shown} has a scheme", "write only host:port")
             continue
         _check_name(config, member)
         if member.port is None or member.address.startswith(":"):

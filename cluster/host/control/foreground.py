@@ -237,7 +237,7 @@ def _notice_silence(run: RunFolder, monitor: LivenessMonitor) -> None:
     owned = owner.read_owner(run)
     starting = not run.outcome and (not monitor.begun or (owned is not None and owned.alive))
     runtime = registry.find_runtime(run)
-    patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # else ask the scheduler
+    patience_s = START_TIMEOUT_S if starting and not runtime.is_remote else LOST_AFTER_S  # or ask the scheduler
     if claim.is_scaling(run):
         patience_s = SCALE_PATIENCE_S
     if monitor.silence_s <= patience_s or (runtime.is_remote and runtime.alive(run)):

@@ -10,9 +10,9 @@ def commit() -> str:
     return _git("rev-parse", "HEAD").decode().strip()
 
 
-def revision(*apart: str) -> str:
-    """Return the commit, with `-dirty` if files other than `apart` differ from it; empty outside a git checkout."""
-    others = [f":(exclude){name}" for name in apart]
+def revision(*ignored: str) -> str:
+    """Return the commit, with `-dirty` if files other than `ignored` differ from it; empty outside a git checkout."""
+    others = [f":(exclude){name}" for name in ignored]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
     return commit() + ("-dirty" if changed else "")
 

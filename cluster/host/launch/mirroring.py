@@ -87,7 +87,7 @@ class Store:
         self._files.delete_file(name)
 
     def list_bundles(self, *kinds: str, run_id: str = "", complete: bool = True) -> list[str]:
-        """Return the bundles of `kinds`, or all, and of one run, or all, newest first; or those without a manifest."""
+        """Return the complete bundles of `kinds` and a run, by default of all, newest first; or the incomplete ones."""
         selections = [self._select(kind, allow_not_found=True) for kind in kinds or KINDS]
         paths = {entry.path for selection in selections for entry in self._files.get_file_info(selection)}
         finished = {path.removesuffix(".json") for path in paths if path.endswith(".json")}
@@ -115,7 +115,7 @@ class Store:
                 files = json.loads(manifest.read())["files"]
             for name, expected in files.items():
                 if not allowed.fullmatch(name):
-                    raise UnfitError(f"{name!r} is not the name of such a file")
+                    raise UnfitError(f"{name!r} is not the name of a file of such a bundle")
                 (folder / name).parent.mkdir(exist_ok=True)
                 with self._files.open_input_stream(f"{bundle}/{name}") as source, (folder / name).open("wb") as target:
                     if _copy(source, target) != (expected["size_bytes"], expected["sha256"]):
@@ -178,7 +178,7 @@ def check_mirror(url: str, name: str, run_id: str) -> None:
 
 
 def fetch_run(request: Request) -> None:
-    """Fetch the run to resume, and trust it, if it is not here or only with an older checkpoint than in the mirror.
+    """Fetch the run to resume, and trust it, if it is missing here or its checkpoint here is older than the mirror's.
 
     The fetched records are trusted like those of a run that this user started, because the command names the mirror.
 
@@ -232,7 +232,7 @@ def _fetch_first_intact(bundles: list[str], fetch: Callable[[str], None]) -> str
         try:
             fetch(bundle)
         except UnfitError as error:
-            print_lines(f"warning: {bundle} in the mirror is damaged ({error}); using the one before")
+            print_lines(f"warning: {bundle} in the mirror is damaged ({error}); using the previous one")
         else:
             return bundle
     return ""

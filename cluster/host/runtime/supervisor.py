@@ -253,7 +253,7 @@ class Supervisor:
                 except OSError as error:
                     if error.errno not in REFUSED:
                         raise
-                    print(f"the agent of {name} cannot be started: {error}; it is tried again", flush=True)
+                    print(f"the agent of {name} cannot be started: {error}; trying again", flush=True)
                     self._refused_at = time.monotonic()
                     return
                 del self._due[name]

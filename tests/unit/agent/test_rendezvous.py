@@ -37,7 +37,7 @@ def arrive(
 
 @contextlib.contextmanager
 def listening(cluster: ClusterSpec, name: str, says: bytes = b"") -> Iterator[socket.socket]:
-    """Somebody else listens on a task's address, and says the same to all who come."""
+    """Another program listens on a task's address, and answers each connection alike."""
     with socket.create_server(("127.0.0.1", cluster.task(name).port)) as server:
 
         def answer() -> None:

@@ -1,4 +1,4 @@
-"""Processes: how they ended in words, which one an id still means, who dies with whom."""
+"""Processes: their ends in words, identities despite reused ids, and which end together."""
 
 import os
 import signal

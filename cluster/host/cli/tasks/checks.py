@@ -82,7 +82,7 @@ def explain(
     c, run=None, task="", file="", workers="", ps="", evaluator=False, devices="", strategy="", lint=False,
     json=False,
 ):  # fmt: skip
-    """Draw a cluster in words and find the mistakes of its TF_CONFIG, ours or anybody's; exit code 1 for mistakes."""
+    """Draw a cluster in words and list the mistakes in any TF_CONFIG; exit code 1 for mistakes."""
     topology = bool(workers or ps or evaluator or devices)
     named = [words for words, given in ((f"run {run}", run), ("--file", file), ("options of up", topology)) if given]
     if len(named) > 1:

@@ -200,7 +200,7 @@ def predict(c, run=None, image="", features="", trust=False):
 
 
 def _run(c, run, verb, *words, trust):
-    """Run `python -m train.saved_model` on a run, with `trust` even somebody else's, after installing its packages."""
+    """Run `python -m train.saved_model` on a run, with `trust` even another user's, after installing its packages."""
     folder = folders.find_run(run)
     if not trust:
         provenance.check_trusted(folder)

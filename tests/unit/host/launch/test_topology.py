@@ -54,7 +54,7 @@ def test_as_many_tasks_as_several_pipelines_have_are_those(workers, stages, pipe
 
 
 def test_a_stream_is_refused():
-    """What else a pipeline has not: `tests/differential/refused.py`."""
+    """See `tests/differential/refused.py` for other refusals."""
     compatibility.check_stages(cluster(stages=2), STAGED)
     with pytest.raises(UsageError):
         compatibility.check_stages(cluster(stages=2), STAGED | {"source": "stream"})

@@ -39,7 +39,7 @@ STALE = {
 
 @pytest.fixture
 def stale(monkeypatch):
-    """The environment of somebody who does other things, too."""
+    """The environment of a user with variables of other programs."""
     for name, value in STALE.items():
         monkeypatch.setenv(name, value)
 
