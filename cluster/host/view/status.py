@@ -253,12 +253,10 @@ def _next_commands(run: RunFolder, summary: Summary) -> list[str]:
         return [f"{COMMAND} down (ends TensorBoard)"]
     config = run.load_config()
     epochs, most = config.get("epochs", 3), config.get("max_steps")
-    longer = f"--epochs {2 * epochs:g}"  # as long again
-    if most and 2 * (summary.epochs or 0) > epochs:  # either would end it
-        longer += f" --max-steps {2 * most}"
-    elif most:
-        longer = f"--max-steps {2 * most}"
-    return [f"{COMMAND} down (ends TensorBoard), or train on:", f"{resume} -- {longer}"]
+    doubled = [f"--max-steps {2 * most}"] if most else []
+    if not most or 2 * (summary.epochs or 0) > epochs:  # otherwise the epochs would end it before these steps
+        doubled = [f"--epochs {2 * epochs:g}", *doubled]
+    return [f"{COMMAND} down (ends TensorBoard), or train on:", f"{resume} -- {' '.join(doubled)}"]
 
 
 def _failure(run: RunFolder, summary: Summary) -> list[str]:
