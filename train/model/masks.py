@@ -29,7 +29,7 @@ def mask_of(output: Any) -> tf.Tensor | None:
 
 
 def of_values(values: Any, outputs: Any) -> tf.Tensor | None:
-    """Return the mask of values of outputs, which excludes what the mask of either does, as in Keras."""
+    """Return the mask of values computed from outputs: positions that neither's mask excludes, as in Keras."""
     mask, own = mask_of(outputs), mask_of(values)
     if own is None or own is mask:
         return mask
@@ -108,7 +108,7 @@ def average_over_batch(outputs: Sequence[Any]) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def sum_only() -> Iterator[list[tf.Tensor]]:
-    """Sum instead of averaging; yield a list that receives the masks of what is summed."""
+    """Sum instead of averaging; yield a list that receives the masks of the summed values."""
     found: list[tf.Tensor] = []
 
     def record(mask: tf.Tensor) -> float:

@@ -50,7 +50,7 @@ class Positions:
             self._in_python = number
 
     def set_batch(self, batch: tf.Tensor, after: Any) -> None:
-        """Record, in a graph, that this task has evaluated so many batches, int64, once `after` is computed."""
+        """Record, in a graph, how many batches this task has evaluated, int64, once `after` is computed."""
         _assign(self._batch, batch, after)
 
     def current(self) -> Position:

@@ -185,7 +185,7 @@ def await_cluster(run: RunFolder, name: str) -> ClusterSpec:
 
 
 def keep_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int:
-    """Run the agent, and restart it as long as it is killed, alone or with its container; return its exit code."""
+    """Run the agent, and restart it whenever it is killed, with or without its container; return its exit code."""
     while (code := run_agent(command, run, copy)) is not None:
         if code >= 0 and code != processes.as_exit_code(-signal.SIGKILL):
             return code
@@ -193,7 +193,7 @@ def keep_agent(command: Sequence[str], run: RunFolder, copy: TaskCopy) -> int:
 
 
 def result(run: RunFolder) -> int:
-    """Return 75 if the job is to be queued again, because its run has not ended; else the run's exit code."""
+    """Return 75 if the job is to be queued again, because its run has not ended; otherwise the run's exit code."""
     if REPLACED_TASK in os.environ:
         return EXIT_DONE  # only the run's own job is queued again
     outcome = run.outcome
@@ -207,7 +207,7 @@ def result(run: RunFolder) -> int:
 
 
 class Replacements:
-    """Context manager that replaces the tasks which an attempt of an elastic job has lost with their nodes.
+    """Context manager that replaces the tasks that an attempt of an elastic job has lost with their nodes.
 
     Slurm removes a lost node from a job and does not replace it. So with `--grow` the first process of the chief's task
     queues a job of one task, on any node and with the script of the run's job, for each task that the run continues

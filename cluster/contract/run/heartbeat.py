@@ -80,7 +80,7 @@ class HeartbeatWriter:
 
     def start(self) -> Self:
         self.write()
-        self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._write_regularly, name="heartbeat", daemon=True)
         self._thread.start()
         return self
 
@@ -96,7 +96,7 @@ class HeartbeatWriter:
             self._thread = None
             self.write()
 
-    def _write_on(self) -> None:
+    def _write_regularly(self) -> None:
         while not self._stopped:
             self._due.wait(HEARTBEAT_S)
             self._due.clear()
@@ -118,7 +118,7 @@ POLL_S = 0.1
 
 
 def slow_timeout_s(run: RunFolder) -> float:
-    """Return the longest time that a task may take to save, in seconds."""
+    """Return the longest time for a first step, for saving or for a batch of an evaluation, in seconds."""
     return SLOW_FACTOR * (run.started.hang_timeout_s or HANG_TIMEOUT_S)
 
 

@@ -138,7 +138,7 @@ class LogReader:
                     opened[status.st_dev, status.st_ino] = file
             self._offsets = {key: self._offsets.get(key, 0) for key in opened}
             for at, (key, file) in enumerate(reversed(opened.items()), start=1):
-                yield from self._read_on(key, file, ended or at < len(opened))
+                yield from self._read_new(key, file, ended or at < len(opened))
 
     def skip_until(self, since: float) -> None:
         """Skip output from before `since`, in seconds since the epoch, except for the last few seconds of it."""
@@ -154,8 +154,8 @@ class LogReader:
     def _find(self, since: float, inodes: list[int]) -> tuple[int, int]:
         """Return the first part, by its place in `inodes`, with output from after `since`, and where that begins.
 
-        A part that was removed since has left its marks, and perhaps its inode to a newer part, before whose own marks
-        there are those of the parts in between. The first part is never removed.
+        The marks of a removed part remain. A newer part may reuse its inode, but the marks of the parts in between come
+        before the newer part's own. The first part is never removed.
         """
         first, offset, newest = len(inodes), 0, -1
         with contextlib.suppress(OSError), open_file(_marks(self._log), "rb") as marks:
@@ -174,7 +174,7 @@ class LogReader:
                     newest = part
         return first, offset
 
-    def _read_on(self, key: tuple[int, int], file: IO[bytes], ended: bool) -> Iterator[bytes]:
+    def _read_new(self, key: tuple[int, int], file: IO[bytes], ended: bool) -> Iterator[bytes]:
         size = os.fstat(file.fileno()).st_size
         if size < self._offsets[key]:
             self._offsets[key] = 0  # it was truncated

@@ -238,7 +238,7 @@ class ContainerFaults(FaultInjector):
     def oom(self, task: str) -> None:
         """Limit the container's memory to a little more than it uses, and start a process in it that takes the rest."""
         container, program = self._container(task), self.processes(task)["program"]["pid"]
-        # The file of cgroup v2, else that of v1.
+        # The file of cgroup v2, otherwise that of v1.
         files = "/sys/fs/cgroup/memory.current /sys/fs/cgroup/memory/memory.usage_in_bytes"
         used = int(self._docker("exec", container, "sh", "-c", f"cat {files} 2>/dev/null | head -n 1"))
         before = self._docker("inspect", "--format", "{{.HostConfig.Memory}}", container)
@@ -362,7 +362,7 @@ class Compose(ContainerRuntime):
         return is_running(project(run.path))
 
     def remove(self, run: RunFolder, sh: Shell, grace_s: int) -> None:
-        # By the engine's labels, not by the overlay: tasks can rewrite the overlay, and could thereby make Compose act
+        # By the engine's labels, not by the overlay: tasks can rewrite the overlay, and could make Compose act
         # on the host or on other projects.
         words = ("down", "--timeout", str(grace_s), "--volumes", "--remove-orphans")
         command = shlex.join([*COMPOSE, "--project-name", project(run.path), *words])

@@ -107,7 +107,7 @@ class LocalProcesses(Runtime):
             room = Finding("memory", "failed", str(error), "free memory, or start fewer tasks: --workers 0")
         network = Finding("task network", "ok", "local tasks get a private one")
         if refused := namespaces.refusal():
-            detail = f"local tasks share this machine's network, for everybody to reach: {refused.why}"
+            detail = f"local tasks share this machine's network, where everybody reaches them: {refused.why}"
             network = Finding(network.check, "warning", detail, f"{refused.fix}; {INSTEAD}")
         return [room, network]
 
@@ -117,7 +117,7 @@ class LocalProcesses(Runtime):
         if typed == HOST:
             why = f"as requested (--network {HOST})"
         elif way_out and not typed:
-            why = f"{way_out}; --network {PRIVATE} does without"
+            why = f"{way_out}; --network {PRIVATE} prevents that"
         elif (refused := namespaces.refusal()) is None:
             return Network(PRIVATE, typed)
         elif typed:

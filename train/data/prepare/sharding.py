@@ -110,8 +110,8 @@ class _Layout:
 
     size: int | None
     example: dict[str, Leaf] = field(default_factory=dict)
-    most: int = 0
-    """The largest label so far."""
+    max_label: int = 0
+    """The largest label of the examples so far."""
 
     def check(self, subject: str, example: Example) -> tuple[np.ndarray, ...]:
         values = [resize_image(subject, example[0], self.size), *example[1:]]
@@ -124,13 +124,13 @@ class _Layout:
         expected = {part: leaf for part, leaf in self.example.items() if part in current}
         if current != expected:
             raise UsageError(
-                f"{subject}: {show_example(current)}; expected {show_example(expected)}, as of the first example"
+                f"{subject}: {show_example(current)}; expected {show_example(expected)}, like the first example"
             )
         label = parts[1]
         if label.ndim > 1 or (label.dtype == np.int64 and label.min() < 0):
             raise UsageError(f"{subject}: label {label.tolist()}; expected a number or a list of them, classes from 0")
         if label.dtype == np.int64:
-            self.most = max(self.most, int(label.max()))
+            self.max_label = max(self.max_label, int(label.max()))
         return parts
 
     def to_json(self, num_classes: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class _Layout:
             "features": asdict(self.example["features"]),
             "labels": asdict(labels),
             "weighted": "weights" in self.example,
-            "num_outputs": math.prod(labels.shape) if labels.dtype == "float32" else num_classes or self.most + 1,
+            "num_outputs": math.prod(labels.shape) if labels.dtype == "float32" else num_classes or self.max_label + 1,
         }
 
 
