@@ -92,7 +92,7 @@ def ended_tasks(run: RunFolder, generation: int) -> frozenset[str]:
 def root_cause(run: RunFolder, generation: int, own: End) -> End:
     """Return the end that made a generation fail: the first, preferring ends that are not consequences of another.
 
-    `own` comes first if it is not recorded: it is then of a silent, frozen or hanging task, which others noticed late.
+    `own` comes first if it is not recorded: it is then that of a silent, frozen or hanging task, noticed late.
     """
     known = recorded_ends(run, generation)
     unknown = [] if own.task in (end.task for end in known) else [own]

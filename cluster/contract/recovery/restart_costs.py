@@ -9,7 +9,7 @@ from cluster.contract.spec import ClusterSpec, Role
 
 
 def training_began(spec: ClusterSpec, events: list[Event]) -> float | None:
-    """Return the time of the first finished step, or at which all tasks' scripts had started; None before."""
+    """Return the time of the first finished step, or when the last task's script started; None before."""
     started: dict[str, float] = {}
     for event in events:
         if event.event == "first step":

@@ -16,8 +16,8 @@ def split(
     per generation, may begin before `started`; `failures` maps a generation to the time of the failure that caused it.
 
     `start`: until the program began to train; `compile`: the first step; both only before the first failure;
-    `restart`: from a failure to the next new step; `lost`: steps that were repeated; `input` and `compute`: waiting
-    for input in the other steps, and the rest of them; `other`: the rest, such as the end.
+    `restart`: from a failure to the next new step; `lost`: steps that were repeated; `input` and `compute`: in the
+    other steps, waiting for input and everything else; `other`: the rest, such as the end.
     """
     ledgers = sorted((ledger for ledger in ledgers if ledger.began >= started), key=lambda ledger: ledger.generation)
     if not ledgers:
