@@ -103,6 +103,13 @@ def visits(scope: Callable[[], Any]) -> list[float]:
     return [float(weight) for weight in model.get_weights()[0][:, 0]]
 
 
+def with_number(scope: Callable[[], Any]) -> list[float]:
+    """Return the loss and the weights after an epoch with a loss that is the mean over a batch."""
+    model = linear(scope, FEATURES, 1, lambda labels, outputs: keras.ops.mean((outputs - labels) ** 2))
+    history = model.fit(X, X[:, :1], BATCH, shuffle=False, verbose=0).history
+    return [*history["loss"], *model.get_weights()[0][:, 0].tolist()]
+
+
 def unshared(*, longer: bool) -> tf.data.Dataset:
     """Return a dataset that tasks do not share; with `longer`, that of the first task has more batches."""
     first = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0
@@ -254,7 +261,7 @@ def main(result: Path) -> None:
     found["none"] = model.evaluate(data().map(lambda features, labels: (features, labels, None)), verbose=0)
     yielded = ((X[at : at + BATCH], Y[at : at + BATCH], None) for at in range(0, EXAMPLES, BATCH))
     found["yielded"] = model.evaluate(yielded, verbose=0)
-    found["kept"] = kept(scope)
+    found |= {"kept": kept(scope), "number": with_number(scope)}
     found["unshared"] = model.evaluate(unshared(longer=False), verbose=0)
     found["longer"] = trained(scope, unshared(longer=True), epochs=2)
     found["counted"] = trained(scope, unshared(longer=False), epochs=3, steps_per_epoch=5)

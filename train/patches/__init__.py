@@ -16,10 +16,11 @@ from collections.abc import Iterable
 
 FIT = ("symbolic_build", "scalar_metrics", "steps_per_execution")
 """Patches of `Model.fit`; docs/internals/upstream/ has most of their changes as a patch for Keras itself."""
-_OF_SCRIPTS = ("layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "clipped_sums", "empty_moments")
+_OF_LAYERS = ("layer_aggregation", "layer_losses", "replica_seeds", "hidden_layers", "empty_moments")
+_OF_SUMS = ("clipped_sums", "scalar_losses")
 _OF_CALLBACKS = ("callback_files", "copied_numbers")
 _OF_DATA = ("unshared_lengths", "generated_arrays", "absent_parts", "shared_orders")
-SCRIPTS = ("iterator_autotuning", *FIT, *_OF_SCRIPTS, *_OF_CALLBACKS, *_OF_DATA)
+SCRIPTS = ("iterator_autotuning", *FIT, *_OF_LAYERS, *_OF_SUMS, *_OF_CALLBACKS, *_OF_DATA)
 """Patches for users' scripts."""
 LEGACY = ("iterator_autotuning", "adapted_layers")
 """Patches for the built-in training program with tf_keras."""
