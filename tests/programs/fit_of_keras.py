@@ -103,9 +103,13 @@ def visits(scope: Callable[[], Any]) -> list[float]:
     return [float(weight) for weight in model.get_weights()[0][:, 0]]
 
 
-def with_number(scope: Callable[[], Any]) -> list[float]:
-    """Return the loss and the weights after an epoch with a loss that is the mean over a batch."""
-    model = linear(scope, FEATURES, 1, lambda labels, outputs: keras.ops.mean((outputs - labels) ** 2))
+def mean_over_batch(labels: Any, outputs: Any) -> Any:
+    return keras.ops.mean((outputs - labels) ** 2)
+
+
+def with_loss(scope: Callable[[], Any], loss: Any) -> list[float]:
+    """Return the loss and the weights after an epoch."""
+    model = linear(scope, FEATURES, 1, loss)
     history = model.fit(X, X[:, :1], BATCH, shuffle=False, verbose=0).history
     return [*history["loss"], *model.get_weights()[0][:, 0].tolist()]
 
@@ -261,7 +265,8 @@ def main(result: Path) -> None:
     found["none"] = model.evaluate(data().map(lambda features, labels: (features, labels, None)), verbose=0)
     yielded = ((X[at : at + BATCH], Y[at : at + BATCH], None) for at in range(0, EXAMPLES, BATCH))
     found["yielded"] = model.evaluate(yielded, verbose=0)
-    found |= {"kept": kept(scope), "number": with_number(scope)}
+    found |= {"kept": kept(scope), "number": with_loss(scope, mean_over_batch)}
+    found["unreduced"] = with_loss(scope, keras.losses.MeanSquaredError(reduction=None))
     found["unshared"] = model.evaluate(unshared(longer=False), verbose=0)
     found["longer"] = trained(scope, unshared(longer=True), epochs=2)
     found["counted"] = trained(scope, unshared(longer=False), epochs=3, steps_per_epoch=5)

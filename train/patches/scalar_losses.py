@@ -1,17 +1,19 @@
 """A loss that is one number, such as the mean over a batch, is divided by the number of replicas, as all others are.
 
+A loss without reduction, which Keras does not divide, is not multiplied by that number where it is reported.
+
 Defect: `reduce_values` returns a number as it is. Replicas' gradients are then as many times too large as there are
-replicas, and so is the reported loss, which Keras multiplies by their number. Keras 2 divided it.
+replicas, and so is the reported loss, that of several numbers (`reduction=None`), too. Keras 2 divided it.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_a_loss_that_is_one_number_must_train_as_in_one_process
-Not applied: to the reductions "sum" and "none", and where sample weights or masks make several numbers of it.
+Not applied: to the gradients of the reductions "sum" and "none", nor where sample weights make it several numbers.
 """
 
 from typing import Any
 
 from keras.src.losses import loss  # has no public name
 
-_keras_reduce = loss.reduce_values
+_keras_reduce, _keras_unscale = loss.reduce_values, loss.unscale_loss_for_distribution
 
 
 def _reduce(values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size") -> Any:
@@ -20,4 +22,11 @@ def _reduce(values: Any, sample_weight: Any = None, reduction: str | None = "sum
     return loss.scale_loss_for_distribution(reduced) if mean and tuple(values.shape) == () else reduced
 
 
-REPLACED = [(loss, "reduce_values", _reduce, {"defect": r"tuple\(values\.shape\) == \(\)"})]
+def _unscale(value: Any) -> Any:
+    return value if len(value.shape) else _keras_unscale(value)
+
+
+REPLACED = [
+    (loss, "reduce_values", _reduce, {"defect": r"tuple\(values\.shape\) == \(\)"}),
+    (loss, "unscale_loss_for_distribution", _unscale, {"fixed": "shape"}),
+]

@@ -36,7 +36,8 @@ def test_every_script_patch_must_still_be_needed(found):
     tensorflow = ["_apply_debug_options"]
     fit = ["_maybe_symbolic_build", "reduce_per_replica", "_make_function"]
     layers = ["add_weight", "Layer.losses", "next", "global_seed_generator"]
-    layers += ["_trackable_children", "_lock_state", "_moments", "_clip_gradients", "apply", "reduce_values"]
+    layers += ["_trackable_children", "_lock_state", "_moments", "_clip_gradients", "apply"]
+    layers += ["reduce_values", "unscale_loss_for_distribution"]
     callbacks = ["on_train_begin", "_save_model", "on_train_end", "_save_model", "__float__", "__int__"]
     datasets = ["__init__", "_convert", *["get_tf_dataset"] * 3]
     for task in found:
@@ -147,10 +148,11 @@ def test_a_replica_without_examples_must_not_spoil_the_averages(found):
     assert [0.25, 0.25] == [task["averages"][1] for task in found[:2]]
 
 
-def test_a_loss_that_is_one_number_must_train_as_in_one_process(found):
-    alone = found[2]["number"]
+@pytest.mark.parametrize("what", ["number", "unreduced"])
+def test_a_loss_that_is_one_number_must_train_as_in_one_process(found, what):
+    alone = found[2][what]
     for task in found[:2]:
-        np.testing.assert_allclose(task["number"], alone, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(task[what], alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("what", ["clipped", "scaled"])
