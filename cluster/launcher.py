@@ -56,7 +56,10 @@ def main() -> NoReturn:
     os.environ.update(INVOKED_AS="tf-cluster", RUNS_DIR=runs, DATA_DIR=data)
     python = str(venv / "bin" / "python")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the task can report it
-    os.execv(python, [python, str(code / "tasks.py"), *sys.argv[1:]])  # noqa: S606  # on purpose without a shell
+    try:
+        os.execv(python, [python, str(code / "tasks.py"), *sys.argv[1:]])  # noqa: S606  # on purpose without a shell
+    except OSError as error:  # such as after an update of the system's Python
+        fail(f"{python} cannot be started ({error.strerror}); delete {venv} and create it again")
 
 
 def cache_folder() -> Path:

@@ -92,6 +92,16 @@ def test_tasks_and_images_are_made_of_the_installed_files_alone(call, tmp_path):
     assert set() == {name for name in context if not (code / name).is_file()}
 
 
+def test_an_environment_whose_python_is_gone_is_a_missing_prerequisite(call, tmp_path):
+    (venv,) = (tmp_path / "cache" / "tf-cluster").glob("venv-*")
+    venv.unlink()
+    (venv / "bin").mkdir(parents=True)
+    (venv / ".host").touch()
+    (venv / "bin" / "python").symlink_to("gone")
+    failed = call("--list", expect=EXIT_PREREQUISITE)
+    assert f"error: {venv}/bin/python cannot be started (No such file or directory)" in failed.stderr
+
+
 @pytest.mark.long  # how `make` reports that pip failed: `test_folder_names.py`
 def test_an_environment_that_cannot_be_installed_is_a_missing_prerequisite_and_tried_again(call, tmp_path):
     (venv,) = (tmp_path / "cache" / "tf-cluster").glob("venv-*")
