@@ -7,10 +7,11 @@ where no container can write. `cluster/host/control/uploads.py` is the process's
 import contextlib
 import os
 import re
+import string
 import sys
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, quote, unquote
 
 from cluster.contract.run import records
 from cluster.contract.run.folder import RunFolder
@@ -64,12 +65,14 @@ def take_credentials(url: str) -> str:
         allowed = "; ".join(f"{', '.join(names)} ({name})" for name, names in PARAMETERS.items())
         raise UsageError(
             f"--mirror {shown!r}: expected s3://BUCKET/PATH, gs://BUCKET/PATH or file:///PATH, with KEY:SECRET@ before "
-            f"a bucket of s3 or anonymous@ before one of gs, and behind a ? at most {allowed}; write @ as %40"
+            f"a bucket of s3 or anonymous@ before one of gs, and behind a ? at most {allowed}; "
+            "write @ as %40, and a space as %20"
         )
     if has_keys:
         os.environ |= {"AWS_ACCESS_KEY_ID": unquote(key), "AWS_SECRET_ACCESS_KEY": unquote(secret)}
         os.environ.pop("AWS_SESSION_TOKEN", None)  # belongs to other keys
     at = f"{user}@" if user and not has_keys else ""
+    place = quote(place, safe=string.punctuation)  # the stores' clients take ASCII alone
     return f"{scheme}://{at}{place.rstrip('/')}" + (f"?{query}" if query else "")
 
 

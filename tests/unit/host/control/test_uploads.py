@@ -364,7 +364,7 @@ def test_a_mirror_that_cannot_be_used_is_refused(mirrored, url, tmp_path):
     [
         ("s3://KEY:s%2Fcret@bucket/a/?region=eu-west-1", "s3://bucket/a?region=eu-west-1"),
         ("gs://anonymous@bucket/a", "gs://anonymous@bucket/a"),
-        ("file:///tmp/a", "file:///tmp/a"),
+        ("file:///tmp/Maße%20a", "file:///tmp/Ma%C3%9Fe%20a"),
         *((wrong, None) for wrong in ("s3://K:s/cret@bucket/a", "s3://bucket/a?token=s/cret", "gs://u:s/cret@bucket")),
         *(
             (wrong, None)
