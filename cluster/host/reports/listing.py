@@ -137,8 +137,10 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
-def table_lines(found: list[dict[str, Any]]) -> list[str]:
-    """Format the rows as a table, without columns that do not fit into the terminal."""
+def table_lines(found: list[dict[str, Any]], filters: Sequence[str] = ()) -> list[str]:
+    """Format the rows that passed the filters as a table, without columns that do not fit into the terminal."""
+    if not found and filters:
+        return [f"no run passes --filter {','.join(filters)}; `{COMMAND} runs` lists all"]
     if not found:
         return [f"no runs yet; start one with `{COMMAND} up`"]
     cells = {name: [text(row[key]) for row in found] for name, (key, text) in COLUMNS.items()}

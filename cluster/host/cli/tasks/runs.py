@@ -124,7 +124,7 @@ def runs(c, sort="", reverse=False, filter="", limit="", sweep="", json=False):
     filters = [part for part in filter.split(",") if part]
     rows = sweeping.best_first(sweep) if sweep else listing.list_runs(folders.runs_dir())
     found = listing.choose_runs(rows, sort, reverse, filters, most)
-    show({"runs": found}, lambda _: listing.table_lines(found), as_json=json)
+    show({"runs": found}, lambda _: listing.table_lines(found, filters), as_json=json)
 
 
 @task()

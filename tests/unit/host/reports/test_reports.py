@@ -126,6 +126,8 @@ def test_runs_are_chosen_by_tag_and_value_and_sorted_with_unknown_values_last(en
     assert ["three"] == names(filters=("tag=wide", "tag=three"))
     assert ["new"] == names(filters=("result=not started",))
     assert {"TAGS", "NOTE"} < set(listing.table_lines(found)[0].split())
+    (line,) = listing.table_lines([], ("tag=narrow",))
+    assert line.startswith("no run passes --filter tag=narrow; ")
     for wrong in ({"sort": "scroe"}, {"filters": ("tag",)}, {"filters": ("tags=wide",)}):
         with pytest.raises(UsageError):
             names(**wrong)
