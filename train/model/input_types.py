@@ -29,8 +29,8 @@ def input_dtypes(model: keras.Model, features: Named) -> Named:
     if not isinstance(features, Mapping):
         return _dtype(inputs[0]) if inputs else "float32"
     by_name = {tensor.name.partition(":")[0]: tensor for tensor in inputs}
-    structure = getattr(model, "_inputs_struct", None) or getattr(model, "_nested_inputs", None)  # of either Keras
-    by_name |= structure if isinstance(structure, Mapping) else {}
+    structures = getattr(model, "_inputs_struct", None), getattr(model, "_nested_inputs", None)  # of either Keras
+    by_name |= next((structure for structure in structures if isinstance(structure, Mapping)), {})
     return {name: _dtype(by_name[name]) if name in by_name else "float32" for name in features}
 
 

@@ -163,6 +163,12 @@ def test_options_set_the_size_of_a_transformer():
     assert ("int32", (None, 8, 256)) == (input_types.input_dtypes(model, ()), model.output_shape)
 
 
+def test_a_model_with_one_input_takes_features_by_its_name():
+    tokens = keras.Input((3,), name="tokens", dtype="int32")
+    model = keras.Model(tokens, keras.layers.Embedding(5, 2)(tokens))
+    assert input_types.input_dtypes(model, {"tokens": ()}) == {"tokens": "int32"}
+
+
 def test_examples_of_a_transformer_must_be_sequences():
     with pytest.raises(UsageError):
         transformer_lm((28, 28, 1), 10)
