@@ -98,13 +98,17 @@ def _each_spec(function: Callable[[Any], Any], specs: Any) -> Any:
     return tf.nest.map_structure(lambda spec: None if spec is None else function(spec), specs)
 
 
-def _check_function(where: str, specs: _Specs, function: Callable[..., Any]) -> tf.Graph:
+def _traced(where: str, specs: _Specs, function: Callable[..., Any], examples: int = EXAMPLES) -> Any:
     try:
-        concrete = specs.trace(function)
+        return specs.trace(function, examples)
     except ClusterError:
         raise
     except BaseException as error:
         raise UsageError(f"{where} fails on {specs}: {described(error)[-300:]}") from None
+
+
+def _check_function(where: str, specs: _Specs, function: Callable[..., Any]) -> tf.Graph:
+    concrete = _traced(where, specs, function)
     losses = concrete.structured_outputs
     shape = getattr(losses, "shape", None)
     if shape is None or not shape.is_compatible_with([EXAMPLES]):
@@ -145,7 +149,7 @@ def _check_positions(where: str, specs: _Specs, function: Callable[..., Any]) ->
     """Check that a function does not compare the labels of each example with the outputs of all."""
     if not isinstance(function, Averaged):
         return
-    few, more = (specs.trace(function.values, EXAMPLES + at).structured_outputs.shape for at in range(2))
+    few, more = (_traced(where, specs, function.values, EXAMPLES + at).structured_outputs.shape for at in range(2))
     if not more[:1].is_compatible_with([EXAMPLES + 1]):  # as many as examples above by chance, such as of two classes
         raise UsageError(f"{where} returns {more} for {EXAMPLES + 1} examples; expected a value for each")
     if few[1:] != more[1:] or _averages_pairs(specs, function):
