@@ -226,6 +226,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     module.scalar = lambda labels, outputs: tf.reduce_mean(outputs)
     module.of_classes = lambda labels, outputs: tf.reduce_mean(outputs, 0)
     module.of_list = lambda labels, outputs: -tf.nn.softmax(tf.cast(labels, tf.float32)) * tf.nn.log_softmax(outputs)
+    module.of_logarithms = lambda labels, outputs: of_pair_means(labels, tf.math.log(outputs[:, 1:]))
     module.of_as_many = lambda labels, outputs: tf.cast(labels, tf.float32) * outputs
     module.of_second = lambda labels, outputs: ignoring(labels, outputs[1])
     module.noisy = lambda labels, outputs: outputs[:, 0] + tf.random.uniform([])
@@ -283,6 +284,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("of_two", MASKED, MASKED | {"micro_batches": 2}, "--loss .* mask"),
         ("normalized", {}, {"loss": "tried_parts:of_pairs"}, "all pairs of examples"),
         ("normalized", {"loss": "tried_parts:of_batch"}, {"loss": "tried_parts:of_pair_means"}, "all pairs"),
+        ("normalized", {}, {"loss": "tried_parts:of_logarithms"}, "all pairs"),
         ("normalized", {}, {"loss": "tried_parts:of_as_many"}, "--loss .* fails on"),
         ("normalized", {}, {"metrics": "tried_parts:metrics"}, "all pairs of examples"),
     ],
