@@ -182,7 +182,12 @@ def _scored(total: PerExample, scores: Mapping[str, tuple[PerExample, str]]) -> 
 def _loss(loss: str) -> PerExample:
     if loss in LOSSES:
         return Averaged(LOSSES[loss])
-    function = _converted(references.load_object("--loss", loss))
+    loaded = references.load_object("--loss", loss)
+    if isinstance(loaded, type):
+        raise UsageError(
+            f"--loss {loss!r} is a class; expected a function of (labels, outputs), such as keras.losses:huber"
+        )
+    function = _converted(loaded)
 
     def values(labels: Named, outputs: Named) -> tf.Tensor:
         losses, mask = function(labels, outputs), masks.mask_of(outputs)

@@ -268,6 +268,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         ("plain", {}, {"loss": "tried_parts:scalar"}, "--loss"),
         ("plain", {}, {"loss": "tried_parts:of_classes"}, r"returns \(2,\) for 3 examples"),
         ("plain", {}, {"loss": "tried_parts:fails"}, "--loss"),
+        ("plain", {}, {"loss": "keras.losses:Huber"}, "--loss .* is a class"),
         ("in_half", {"precision": "fp16"}, {}, "--precision fp16"),
         ("stateful", None, {}, "'memory' is stateful"),
         ("with_optimizer", None, {"loop": "fit"}, r"Penalized.other .* build\(variables\)"),
