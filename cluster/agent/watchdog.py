@@ -29,6 +29,8 @@ that is only silent therefore gets as long as one without a new step.
 """
 SILENT_S = 12.0
 """A task counts as gone, and another agent acts, after this long without a heartbeat, even by its agent."""
+UNDECIDED_S = 2 * SILENT_S
+"""After this long, the agent of a failed script counts as gone; until then it may wait for other tasks' reports."""
 IMPORT_S = 120.0
 """Longest time from the rendezvous to a program's own first heartbeat, and between heartbeats while importing."""
 EXAMINE_S = 0.5
@@ -240,8 +242,10 @@ class Watchdog:
                 patience_s = IMPORT_S
             if mine and beats[name].state == "waiting":  # the program has not written its first heartbeat yet
                 quiet_s, patience_s = now - self._began, IMPORT_S
-            counts = mine or not self._spec.task(name).role.is_sidecar
-            if counts and _is_running(beats[name]) and quiet_s >= patience_s:
+            counts = _is_running(beats[name]) and (mine or not self._spec.task(name).role.is_sidecar)
+            if beats[name].state == TaskState.FAILED and not mine:
+                counts, patience_s = not self._spec.restarts_alone(self._spec.task(name)), UNDECIDED_S
+            if counts and quiet_s >= patience_s:
                 return Stall(name, f"no heartbeat for {quiet_s:.0f} s", "frozen" if mine else "silent")
         # Without a rendezvous a task may never join the generation.
         waited_s = now - self._began

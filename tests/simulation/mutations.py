@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.agent import agent, decide, elastic
+from cluster.agent import agent, decide, elastic, watchdog
 from cluster.agent.agent import Agent
 from cluster.agent.attempt import Restarter
 from cluster.agent.watchdog import Watchdog
@@ -207,6 +207,13 @@ NEVER_BEGINS = Drawn(
 """A program is frozen while it imports."""
 
 
+NEVER_DECIDES = Drawn(
+    {"workers": 2}, scripted=True, steps=9, save_every=3,
+    faults=[(3.0, "kill program", "worker-0", 0.0), (3.5, "freeze task", "worker-0", FOREVER_S)],
+)  # fmt: skip
+"""A script is killed before the others have met it, and its task is frozen once that is reported."""
+
+
 NEVER_RECORDS = Drawn(
     {"workers": 1}, scripted=False, steps=9, save_every=3, faults=[(8.0, "freeze agent", "chief", FOREVER_S)]
 )
@@ -303,6 +310,8 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "late tasks are waited for": ("stuck", late_tasks_are_waited_for),
     # An agent does not look whether a signal has stopped its program before that writes heartbeats.
     "stopped programs are waited for": ("stuck", replaced(machine.SimProgram, "stopped_s", 0.0, NEVER_BEGINS)),
+    # A task that has reported its failure is waited for, however long its agent stands still.
+    "failed scripts are waited for": ("stuck", replaced(watchdog, "UNDECIDED_S", FOREVER_S, NEVER_DECIDES)),
     # A task that has done its work waits for the chief's agent, however long that stands still.
     "only the chief records the end": ("stuck", forgotten(NEVER_RECORDS, chief_done_s=0.0)),
 }

@@ -189,7 +189,7 @@ def test_an_evaluator_that_is_left_alone_ends_the_run_and_names_a_task(simulated
     "drawn",
     [
         *(mutations.NEVER_JOINS, mutations.NEVER_BEGINS, mutations.NEVER_RECORDS, mutations.NOBODY_ENDS),
-        *(mutations.LEFT_ALONE, mutations.STOPPED_AS_IT_DIES, mutations.STOPPED_AS_IT_PAUSES),
+        *(mutations.NEVER_DECIDES, mutations.LEFT_ALONE, mutations.STOPPED_AS_IT_DIES, mutations.STOPPED_AS_IT_PAUSES),
     ],
 )
 def test_a_run_survives_or_names_a_process_that_is_frozen_permanently(simulated, drawn, times):

@@ -181,6 +181,15 @@ def test_a_task_that_has_ended_may_be_silent(make_run, clock, state):
     assert elapse(watch(run), clock, 1000) is None
 
 
+def test_a_script_that_failed_is_silent_if_its_agent_decides_nothing(make_run, clock):
+    run = make_run(workers=1)
+    beats(run, worker_0={"state": "failed"})
+    dog = watch(run)
+    assert dog.examine() is None
+    assert elapse_alive(dog, run, clock, watchdog.UNDECIDED_S - 4) is None
+    assert ("worker-0", "silent") == elapse_alive(dog, run, clock, 8.0)
+
+
 def test_a_program_that_still_imports_may_be_silent_for_longer(make_run, clock):
     run = make_run(workers=0)
     beats(run, chief={"state": "waiting"})
