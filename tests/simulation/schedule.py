@@ -227,7 +227,9 @@ class Schedule:
             and self.world.now > self._last_change() + STUCK_S + self.drawn.stale_s
         ):
             raise Broken(f"stuck: no new step and no end since {self._last_change():.1f} s")
-        if self.stop_at is not None and self.training.last_step_at > self._last_fault() + STOP_TRAINING_S:
+        trainers = [task for task in self.world.tasks.values() if not self._is_alone(task.name)]
+        told = any(task.frozen_until <= self.world.now for task in trainers)  # otherwise no agent can pass it on
+        if self.stop_at is not None and told and self.training.last_step_at > self._last_fault() + STOP_TRAINING_S:
             raise Broken("stop: training continues")
         if not self._is_over():
             self.world.at(0.5, self._watch)
