@@ -335,7 +335,7 @@ class Schedule:
     def _check_policy(self, outcome: dict[str, Any], kinds: Counter[str]) -> None:
         state = outcome["state"]
         cuts = kinds.pop("cut", 0)
-        # By a cut nothing else may change: a host that neither the hub nor the folder tells of a generation misses it.
+        # A cut changes nothing else: a host that neither the hub nor the folder tells of a generation misses it.
         missed = cuts if self.drawn.stale_s else 0
         if state == "stopped" and self.stop_at is None:
             raise Broken("policy: nobody requested the stop")
