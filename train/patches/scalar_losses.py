@@ -2,8 +2,8 @@
 
 A loss without reduction, which Keras does not divide, is not multiplied by that number where it is reported.
 
-Defect: `reduce_values` returns a number as it is. Replicas' gradients are then as many times too large as there are
-replicas, and so is the reported loss, that of several numbers (`reduction=None`), too. Keras 2 divided it.
+Defect: `reduce_values` returns a number as it is, so gradients and the reported loss are too large by the number of
+replicas. With `reduction=None`, only the reported loss is. Keras 2 divided such a number.
 Versions: Keras 3.15.1.
 Test: tests/unit/train/patches/test_script_patches.py::test_a_loss_that_is_one_number_must_train_as_in_one_process
 Not applied: to the gradients of the reductions "sum" and "none", nor where sample weights make it several numbers.
@@ -23,7 +23,7 @@ def _reduce(values: Any, sample_weight: Any = None, reduction: str | None = "sum
 
 
 def _unscale(value: Any) -> Any:
-    return value if len(value.shape) else _keras_unscale(value)
+    return value if value.shape.rank else _keras_unscale(value)
 
 
 REPLACED = [
