@@ -20,7 +20,6 @@ from tests.support.waiting import wait_for
 from tests.unit.host.runtime.kubernetes.test_manifests import expanded
 
 pytestmark = [pytest.mark.long, pytest.mark.docker, pytest.mark.usefixtures("require_engine", "images")]
-LONGER = (*TRAINING, "--max-steps", "80")
 KILLED = 137
 
 
@@ -105,7 +104,7 @@ def pods(clusters, tmp_path) -> Iterator[Pods]:
         folder.chmod(0o755)
     os.chown(shared, 10001, 10001)
     words = ["k8s.render", "--name=pods", "--workers=1", f"--image={TRAIN_IMAGE}"]
-    output = clusters.invoke(*words, "--", *LONGER)
+    output = clusters.invoke(*words, "--", *TRAINING, "--max-steps", "80")
     documents = YAML(typ="safe").load_all(output[output.index("apiVersion") :])  # after the warning
     (records := tmp_path / "records").mkdir()
     made = Pods({each["kind"]: each for each in documents}, records, shared)

@@ -23,7 +23,6 @@ SAVING = "--checkpoint-every=40"
 TRAINING = ("--log-every=10", "--evaluate-every=100000")
 STEPS = "--max-steps=400"
 OPTIONS = (SAVING, "--detach")
-ELASTIC = ("--min-workers=1", "--bitwise-elastic=4")
 SMALL = ("--global-batch=48", "--steps-per-loop=5", *TRAINING)
 DAEMONS = Path("/var/lib/tf-cluster-slurm")
 
@@ -163,7 +162,7 @@ def elastic_job(clusters, monkeypatch) -> Iterator[Callable[..., RunFolder]]:
     begun: list[RunFolder] = []
 
     def begin(name: str, *words: str) -> RunFolder:
-        words = ("--nodes=3", *OPTIONS, *ELASTIC, *words)
+        words = ("--nodes=3", *OPTIONS, "--min-workers=1", "--bitwise-elastic=4", *words)
         begun.append(clusters.up(name, *words, runtime="slurm", training=(*SMALL, *ENDLESS)))
         wait_for(lambda: step_of(begun[-1]) >= 60, "step 60", timeout_s=120)
         return begun[-1]

@@ -20,7 +20,6 @@ HOSTS = Path("/var/lib/tf-cluster-swarm")
 SAVING = "--checkpoint-every=60"
 OPTIONS = ("--workers=1", SAVING)
 TRAINING = ("--max-steps=400", "--log-every=10", "--evaluate-every=100000")
-CUT_S = 20
 
 
 def at(host: str, *words: str) -> str:
@@ -96,7 +95,7 @@ def cut_off(run: RunFolder) -> None:
     """Take the link of h2 down, and up again after a while."""
     subprocess.run(["ip", "link", "set", "tfs-h2", "down"], check=True)
     with contextlib.suppress(AssertionError):
-        wait_for(lambda: False, "the cut to last", timeout_s=CUT_S)
+        wait_for(lambda: False, "the cut to last", timeout_s=20)
     subprocess.run(["ip", "link", "set", "tfs-h2", "up"], check=True)
 
 

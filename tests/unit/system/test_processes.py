@@ -97,11 +97,8 @@ def test_another_process_with_the_same_id_is_not_the_recorded_one(child):
     assert not processes.alive(recorded)
 
 
-LEAVES_A_CHILD = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
-
-
 def test_what_an_ended_child_left_in_its_group_is_killed():
-    command = [sys.executable, "-c", LEAVES_A_CHILD]
+    command = [sys.executable, "-c", "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as leader:
         assert leader.stdout
         left = processes.identity(int(leader.stdout.readline()))

@@ -21,8 +21,6 @@ from cluster.host.view.live import print_logs
 from cluster.system import files, json_files
 from tests.support.launching import Commands, workload
 
-SECRET = '{"state": "done", "task": "chief", "updated_at": 0, "step": 0, "secret": 1}\n'
-
 
 @pytest.fixture
 def outside(tmp_path) -> Path:
@@ -30,7 +28,7 @@ def outside(tmp_path) -> Path:
     folder = tmp_path / "outside"
     folder.mkdir()
     for name in ("chief.json", "chief.log", "7.json", "secret"):
-        (folder / name).write_text(SECRET)
+        (folder / name).write_text('{"state": "done", "task": "chief", "updated_at": 0, "step": 0, "secret": 1}\n')
     return folder
 
 

@@ -148,11 +148,8 @@ def test_commands_say_what_is_wrong(calm, going, capsys, which, seed, count):
         assert before == (contents(good), [path.read_text() for path in outside.iterdir()])
 
 
-SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))])
 def test_what_runs_of_a_damaged_run_is_ended(seed, calm, start_gang):
     draw, before = random.Random(seed), contents(calm)
     gang = start_gang("work()", workers=1)

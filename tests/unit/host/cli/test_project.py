@@ -16,8 +16,7 @@ from cluster.host.runtime import tensorboard
 from cluster.system.files import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-PUBLISHED = {"contents", "packages", "id-token", "attestations"}
-WRITES = {"security.yml": {"security-events"}, "release.yml": PUBLISHED}
+WRITES = {"security.yml": {"security-events"}, "release.yml": {"contents", "packages", "id-token", "attestations"}}
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 """`tests/e2e/test_installed.py` builds a wheel from the file, and so validates it."""

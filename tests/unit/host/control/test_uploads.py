@@ -34,7 +34,6 @@ from tests.support.waiting import wait_for
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 ID, KEEP = "0123456789abcdef", 2
-WRITES = ("create_dir", "open_output_stream", "move", "delete_file", "delete_dir")
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ class Killing:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.wrapped, name)
-        self.count(name in WRITES)
+        self.count(name in ("create_dir", "open_output_stream", "move", "delete_file", "delete_dir"))
         return (lambda path: Killing(found(path))) if name == "open_output_stream" else found
 
     def __enter__(self) -> "Killing":

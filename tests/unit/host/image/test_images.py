@@ -22,7 +22,6 @@ DIGEST = "sha256:" + "a" * 64
 BASE = images.Base(f"{images.PYTHON_BASE}@{DIGEST}", DIGEST)
 LAYERS = ("sha256:" + "b" * 64,)
 MADE_HERE = [[], LAYERS]
-DOCKER = ROOT / "docker"
 NO_REGISTRY = (1, "ERROR: failed to do request: no such host")
 
 
@@ -209,7 +208,7 @@ def test_what_an_image_is_made_of_must_decide_whether_it_is_built(tmp_path, monk
 
 
 def test_every_install_must_be_from_a_lock_alone():
-    for text in ((DOCKER / "fill-venv.sh").read_text(), (ROOT / "Makefile").read_text()):
+    for text in ((ROOT / "docker" / "fill-venv.sh").read_text(), (ROOT / "Makefile").read_text()):
         installs = re.findall(r"\bpip\b.* install ((?:.*\\\n)*.*)", text)
         assert 1 == len(installs)
         assert {"--require-hashes", "--no-deps", "--use-pep517", "--no-build-isolation"} <= set(installs[0].split())

@@ -36,9 +36,6 @@ def values(name: str) -> st.SearchStrategy[Any]:
     return TEXT | numbers.map(str) if int in option.types else TEXT
 
 
-REQUESTS = st.fixed_dictionaries({}, optional={name: values(name) for name in OPTIONS})
-
-
 def read(folder: Path, text: str) -> run_file.RunFile:
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
@@ -57,7 +54,7 @@ def absolute(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @settings(deadline=None, max_examples=25)
-@given(options=REQUESTS)
+@given(options=st.fixed_dictionaries({}, optional={name: values(name) for name in OPTIONS}))
 def test_the_options_that_are_written_are_read_again(tmp_path_factory, options):
     folder = tmp_path_factory.getbasetemp()
     text = run_file.render_run_file(Request(**options), {}, folder)

@@ -195,9 +195,6 @@ def test_a_users_loss_keeps_the_score_of_the_data(classifies, monkeypatch):
     assert ("accuracy" if classifies else "absolute_error") == objective.score_name
 
 
-ENTROPY = "keras.losses:binary_crossentropy"
-
-
 @pytest.mark.parametrize("sigmoid", [keras.activations.sigmoid, tf.nn.sigmoid])
 @pytest.mark.parametrize(
     "function_of",
@@ -206,7 +203,7 @@ ENTROPY = "keras.losses:binary_crossentropy"
 def test_a_cross_entropy_of_keras_takes_the_logits_of_probabilities_and_their_mask(monkeypatch, sigmoid, function_of):
     """Probabilities that are 1 in float32 have no other gradient. By our steps, an evaluation and `fit`."""
     own_module.put(monkeypatch, "own_metrics", made=lambda: {"entropy": keras.losses.binary_crossentropy})
-    config = TrainConfig(loss=ENTROPY, metrics="own_metrics:made")
+    config = TrainConfig(loss="keras.losses:binary_crossentropy", metrics="own_metrics:made")
     objective = objectives.build_configured(config, classifies=False, shapes=lambda: ((1,), (1,)))
 
     def step(logits: tf.Tensor) -> tf.Tensor:
