@@ -30,13 +30,13 @@ def run(make_run) -> RunFolder:
 
 
 @pytest.fixture
-def join(run) -> Iterator[Callable[[str], RunView]]:
-    """Returns the board of a task that is connected to the others."""
+def join(run) -> Iterator[Callable[..., RunView]]:
+    """Returns the board of a task that is connected to the others, of this run or of a copy."""
     boards = []
 
-    def connect(name: str) -> RunView:
-        spec = run.load_cluster()
-        boards.append(RunView(RunFolder(run.path)))
+    def connect(name: str, folder: RunFolder = run) -> RunView:
+        spec = folder.load_cluster()
+        boards.append(RunView(RunFolder(folder.path)))
         boards[-1].connect(spec, spec.task(name), "127.0.0.1")
         _ = boards[-1].generation
         return boards[-1]
@@ -180,15 +180,10 @@ def test_a_resumed_copy_shares_neither_token_nor_port_with_the_original(run, joi
     copy.reopen()
     assert joining.read_invitation(copy) is None
     assert joining.run_token(copy) != joining.run_token(run)
-    chief = RunView(copy)
-    chief.connect(copy.load_cluster(), copy.load_cluster().task("chief"), "127.0.0.1")
-    worker = RunView(copy)
-    worker.connect(copy.load_cluster(), copy.load_cluster().task("worker-1"), "127.0.0.1")
-    _ = worker.generation
+    join("chief", copy)
+    worker = join("worker-1", copy)
     wait_for(lambda: worker.is_relieved, "the copy's own hub")
     assert not original.is_connected("worker-1")
-    worker.disconnect()
-    chief.disconnect()
 
 
 def test_strangers_and_the_slow_keep_nobody_out(run, join, monkeypatch):
