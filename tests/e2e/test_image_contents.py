@@ -99,9 +99,8 @@ def layers_of(image: str) -> list[dict[str, bool]]:
         path = Path(scratch) / "image.tar"
         docker(f"image save --output={path} {image}")
         with tarfile.open(path) as archive:
-            manifest = json.load(archive.extractfile("manifest.json"))
             layers = []
-            for name in manifest[0]["Layers"]:
+            for name in json.load(archive.extractfile("manifest.json"))[0]["Layers"]:
                 with tarfile.open(fileobj=archive.extractfile(name)) as layer:
                     layers.append({f"/{each.name.removeprefix('./')}": each.isdir() for each in layer})
             return layers

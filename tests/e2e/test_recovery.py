@@ -67,5 +67,4 @@ def test_a_stop_during_a_recovery_must_save_the_steps_in_memory(clusters, killed
         wait_for(lambda: run.generation >= generation and kill(), "a kill", SLOW_MACHINE_S)  # noqa: B023
     assert run.request_stop("a test")  # sooner than a command could
     clusters.check_bits(run, *words)
-    kept = [event.step for event in run.events() if event.event == "restored"]
-    assert 0 < max(kept) <= summary(run)["steps"]
+    assert 0 < max(event.step for event in run.events() if event.event == "restored") <= summary(run)["steps"]

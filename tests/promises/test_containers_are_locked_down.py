@@ -133,9 +133,8 @@ def ports(training) -> list[tuple[str, int]]:
 def reached(network: str, ports: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Return the ports that another container, in this network, can reach."""
     words = [str(word) for port in ports for word in port]
-    program = Path(doors.__file__).read_text()
     run = ("run", "--rm", f"--network={network}", "--entrypoint=python", TRAIN_IMAGE)
-    code, text = engine.ask(*run, "-c", program, *words, timeout_s=60)
+    code, text = engine.ask(*run, "-c", Path(doors.__file__).read_text(), *words, timeout_s=60)
     assert 0 == code, text
     return [(line.split()[0], int(line.split()[1])) for line in text.splitlines()]
 

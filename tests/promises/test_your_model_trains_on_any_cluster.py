@@ -28,11 +28,10 @@ ALL_STEPS = ("--steps-per-loop", "20")
 @pytest.fixture(scope="module")
 def own(clusters, tmp_path_factory) -> Clusters:
     """Clusters of a user who has the files of the documentation in a folder."""
-    folder = tmp_path_factory.mktemp("own")
     text = (ROOT / "docs" / "guides" / "your-model.md").read_text()
     modules = dict(re.findall(r"`(\w+)\.py`[^\n]*:\n\n```python\n(.*?)```", text, re.DOTALL))
     modules |= {path.stem: path.read_text() for path in (ROOT / "examples" / "models").glob("*.py")}
-    return clusters.with_modules(folder, own_data=True, **modules)
+    return clusters.with_modules(tmp_path_factory.mktemp("own"), own_data=True, **modules)
 
 
 def train(own: Clusters, preset: str, strategy: str, *overrides: str, name: str = "") -> RunFolder:

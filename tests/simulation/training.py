@@ -158,10 +158,9 @@ class Training:
         self.step += 1
         self.chain.append(self.step)
         self.last_step_at = self.world.now
-        generation = session[0].generation
         for each in session:
             if each.code is None and each.owner.task.role != Role.PS:
-                self.world.folder.steps[each.owner.name] = RecordedStep(generation, self.step)
+                self.world.folder.steps[each.owner.name] = RecordedStep(session[0].generation, self.step)
         for each in self._leaders(session):
             each.beat("training", self.step)
         if self.step % self.save_every:

@@ -85,8 +85,7 @@ def test_an_exit_is_reported_in_words(code, message):
 
 def test_another_process_with_the_same_id_is_not_the_recorded_one(child):
     recorded = processes.identity(child.pid)
-    earlier = recorded | {"start_ticks": recorded["start_ticks"] - 1}
-    for other in (earlier, None):
+    for other in (recorded | {"start_ticks": recorded["start_ticks"] - 1}, None):
         assert not processes.alive(other)
         assert not processes.kill(other, signal.SIGKILL)
     assert child.poll() is None

@@ -182,8 +182,7 @@ def test_a_part_of_the_users_own_is_checked_without_running_its_module(option, o
 def test_a_resumed_run_keeps_its_own_parts_and_checks_them_again(own):
     own("def mine(): return TrainConfig(model='own_parts:net')\ndef net(s, k): pass")
     saved = TrainConfig.from_json(resolve_config("own_parts:mine", []).to_json())
-    resumed = resolve_config("fashion_mnist", ["--epochs", "6"], saved)
-    assert dataclasses.replace(saved, epochs=6.0) == resumed
+    assert dataclasses.replace(saved, epochs=6.0) == resolve_config("fashion_mnist", ["--epochs", "6"], saved)
     own("def net_2(s, k): pass")
     with pytest.raises(UsageError, match="^--model 'own_parts:net': .* has no 'net'; did you mean 'net_2'"):
         resolve_config("fashion_mnist", [], saved)

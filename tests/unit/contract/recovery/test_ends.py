@@ -68,8 +68,7 @@ def test_the_error_is_what_the_program_says_and_not_the_last_line(tmp_path, line
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL])
 def test_a_crash_in_native_code_names_the_call(tmp_path, number):
     waits = "import os, threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    lines = f"{waits}\ndef forward(): os.kill(os.getpid(), {int(number)})\nforward()"
-    code, error = error_of(tmp_path, lines)
+    code, error = error_of(tmp_path, f"{waits}\ndef forward(): os.kill(os.getpid(), {int(number)})\nforward()")
     assert (-number, "in forward (<string>:3)") == (code, error)
 
 

@@ -75,6 +75,5 @@ def test_only_a_failed_check_makes_the_report_bad(states, ok):
 
 
 def test_the_doctor_looks_at_what_make_setup_installs():
-    makefile = (ROOT / "Makefile").read_text()
     names = " ".join(f"{lock}.lock" for lock in doctor.LOCKS).replace("-cpu", "-$(ACCELERATOR)")
-    assert f"LOCKS := $(addprefix requirements/,{names})\n" in makefile
+    assert f"LOCKS := $(addprefix requirements/,{names})\n" in (ROOT / "Makefile").read_text()

@@ -157,8 +157,7 @@ def test_the_order_of_arrays_never_changes():
 
 
 def test_seeds_that_share_their_low_bits_shuffle_differently():
-    orders = {epoch(0, seed, 1000).tobytes() for seed in (7, 8, 7 + 2**8, 7 + 2**16, 7 + 2**32)}
-    assert 5 == len(orders)
+    assert 5 == len({epoch(0, seed, 1000).tobytes() for seed in (7, 8, 7 + 2**8, 7 + 2**16, 7 + 2**32)})
 
 
 def test_a_size_that_tensorflow_cannot_permute_is_refused():

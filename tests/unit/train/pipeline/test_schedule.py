@@ -86,8 +86,7 @@ def test_pipedream_gradients_are_stale_by_the_stages_that_follow_and_its_version
 @settings(deadline=None)
 @given(st.sampled_from(("gpipe", "1f1b")), st.integers(1, 9), st.integers(1, 20))
 def test_the_bubble_of_equal_stages_is_that_of_the_formula(name, stages, micro_batches):
-    programs = schedule.build_programs(name, stages, micro_batches)
-    length = max(computed(programs, 1.0, 2.0))
+    length = max(computed(schedule.build_programs(name, stages, micro_batches), 1.0, 2.0))
     assert 1 - 3.0 * micro_batches / length == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 

@@ -38,8 +38,7 @@ class Holder:
     def __init__(self, folder: Path, task: int, stages: int, pipelines: int = 1) -> None:
         workers = stages * pipelines - 1
         cluster = spec.build(workers=workers, strategy="pipeline", pipelines=pipelines, devices=1)
-        named = cluster.tasks[task]
-        self.task_stages = TaskStages(cluster, named, CONFIG, None)
+        self.task_stages = TaskStages(cluster, cluster.tasks[task], CONFIG, None)
         self.model = self.task_stages.build(new_model)
         self.optimizer = keras.optimizers.Adam(1e-3, name="adam")
         self.task_stages.build_optimizer(self.optimizer, self.model)

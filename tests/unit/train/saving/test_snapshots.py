@@ -44,8 +44,7 @@ def state(seed: int, values: int = 0) -> dict[str, tf.Variable]:
     drawn = {}
     for number in range(dice.randrange(1, 9)):
         shape = [dice.randrange(5) for _ in range(dice.randrange(4))]
-        value = tf.cast(np.asarray(9 * noise.randn(*shape)), dice.choice(DTYPES))
-        drawn[f"v{number}"] = tf.Variable(value)
+        drawn[f"v{number}"] = tf.Variable(tf.cast(np.asarray(9 * noise.randn(*shape)), dice.choice(DTYPES)))
     return drawn | {"text": tf.Variable(noise.bytes(noise.randint(40))), "step": tf.Variable(0, dtype=tf.int64)}
 
 
@@ -179,9 +178,8 @@ def test_stages_restore_the_newest_snapshot_that_every_stage_has_and_no_step_is_
 
 @pytest.mark.parametrize(("sharing", "available", "kept"), [(1, 10_000, None), (1, 20_000, 2), (3, 20_000, None)])
 def test_a_state_that_is_too_large_for_its_memory_is_not_kept(files, monkeypatch, capsys, sharing, available, kept):
-    variables = {"large": tf.Variable(tf.zeros([1000]))}
     monkeypatch.setattr(memory, "available_bytes", lambda: available)
-    taken = alone(files(), variables)
+    taken = alone(files(), {"large": tf.Variable(tf.zeros([1000]))})
     taken.sharing = sharing
     taken.write(1)
     taken.write(2)
