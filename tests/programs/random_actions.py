@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,15 +206,11 @@ def install() -> None:
         how = processes_of(work.cluster, work.run.path, work.data_dir, ["--", sys.executable, "-c", PROGRAM])
         return how | {"preload": "tests.programs.preloaded"}
 
-    replaced: list[tuple[object, str, Callable[..., Any]]] = [
-        (configuration, "resolve_config", resolve),
-        (LocalProcesses, "render", render),
-        (checkout, "commit", lambda: None),
-        (startup, "_tree", lambda folder: ""),
-        (os, "fsync", lambda descriptor: None),
-    ]
-    for target, name, by in replaced:
-        setattr(target, name, by)
+    configuration.resolve_config = resolve
+    LocalProcesses.render = render
+    checkout.commit = lambda: None
+    startup._tree = lambda folder: ""
+    os.fsync = lambda descriptor: None
     assert claim.WAIT_S < LONGEST_S
 
 
