@@ -58,19 +58,6 @@ def test_the_first_losses_must_be_the_golden_ones(alone):
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=RELATIVE)
 
 
-def evaluate(program: str, *arguments: Path) -> list:
-    """Return the JSON that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert 0 == done.returncode, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def version(clusters, alone, tmp_path_factory) -> Path:
     """A version of a model in the layout of TensorFlow Serving."""
@@ -85,7 +72,11 @@ def version(clusters, alone, tmp_path_factory) -> Path:
 def test_a_served_version_must_give_what_the_model_gives_also_inside_of_a_strategy(alone, version):
     images = np.fromfile(DATA / "arrays" / "fashion_mnist-3.0.1" / "test_features.bin", np.uint8)[: 32 * 784]
     np.save(alone.path / "images.npy", images.reshape(32, 28, 28, 1).astype(np.float32))
-    assert 32 == len(evaluate(SERVE, version, alone.path, DATA, alone.path / "images.npy"))
+    command = [sys.executable, "-c", SERVE, version, alone.path, DATA, alone.path / "images.npy"]
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert 0 == done.returncode, done.stderr
+    assert 32 == len(json.loads(done.stdout))
 
 
 @pytest.mark.extended

@@ -7,11 +7,9 @@ import sys
 
 import pytest
 
-from cluster.contract.run.folder import RunFolder
 from tests.e2e.scenario import ROOT, Clusters, summary
 
 TOPOLOGIES = {
-    "OneDeviceStrategy": "--workers=0",
     "MirroredStrategy": "--workers=0 --devices=2",
     "MultiWorkerMirroredStrategy": "--workers=1",
     "ParameterServerStrategy": "--workers=2 --ps=1",
@@ -34,18 +32,13 @@ def own(clusters, tmp_path_factory) -> Clusters:
     return clusters.with_modules(tmp_path_factory.mktemp("own"), own_data=True, **modules)
 
 
-def train(own: Clusters, preset: str, strategy: str, *overrides: str, name: str = "") -> RunFolder:
-    """Train a preset under a strategy; return the run folder."""
-    words = (f"--preset={preset}:preset", TOPOLOGIES[strategy], "--", *overrides)
-    run = own.up(name or f"{preset}-{strategy}", *words, training=ALL_STEPS)
-    assert ("succeeded", strategy) == (summary(run)["state"], summary(run)["strategy"])
-    return run
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "MirroredStrategy", "ParameterServerStrategy"])
 def test_a_small_resnet_must_learn_under(own, strategy):
-    assert summary(train(own, "small_resnet", strategy))["metrics"]["eval_accuracy"] > 0.9
+    words = ("--preset=small_resnet:preset", TOPOLOGIES[strategy])
+    ended = summary(own.up(f"small_resnet-{strategy}", *words, training=ALL_STEPS))
+    assert ("succeeded", strategy) == (ended["state"], ended["strategy"])
+    assert ended["metrics"]["eval_accuracy"] > 0.9
 
 
 @pytest.mark.long

@@ -17,11 +17,6 @@ def pace(busy_ms: float, input_ms: float = 0.0, step_ms: float = 200.0) -> Pace:
     )
 
 
-def lines(**paces: Pace) -> list[str]:
-    """Return the findings as text, the tasks' names with an underscore."""
-    return stragglers.lines(stragglers.findings({name.replace("_", "-"): each for name, each in paces.items()}))
-
-
 FEW = replace(pace(190, 90), steps=stragglers.FEWEST - 1)
 SILENT = Pace(steps=stragglers.FEWEST, step_ms={"mean": 900.0})
 
@@ -49,7 +44,8 @@ SILENT = Pace(steps=stragglers.FEWEST, step_ms={"mean": 900.0})
     ],
 )
 def test_who_is_slower_and_who_waits_for_input(paces, expected):
-    assert expected == lines(**paces)
+    named = {name.replace("_", "-"): each for name, each in paces.items()}
+    assert expected == stragglers.lines(stragglers.findings(named))
 
 
 TWO_STEPS = [("begin", 0.0), ("batch", 1.0), ("computed", 4.0), ("begin", 6.0), ("batch", 6.5), ("computed", 9.0)]

@@ -74,15 +74,12 @@ def train(
     return result
 
 
-def order(*noted: list[tuple[str, float]]) -> list[str]:
-    return [what for what, _ in sorted((one for notes in noted for one in notes), key=lambda one: one[1])]
-
-
 @pytest.mark.parametrize(("shards", "parts"), [(0, ["made", "batch"]), (2, ["asks", "made", "batch"] * 2)])
 def test_each_step_is_marked_when_its_batch_or_virtual_shards_and_its_gradients_are_there(marks, shards, parts):
     made: list[tuple[str, float]] = []
     result = train(made, shards)
-    assert [*["begin", *parts, "computed"] * STEPS, "begin"] == order(marks, made)
+    noted = sorted([*marks, *made], key=lambda one: one[1])
+    assert [*["begin", *parts, "computed"] * STEPS, "begin"] == [what for what, _ in noted]
     assert STEPS == len(result.times.steps)
     assert (result.times.inputs <= result.times.busy).all()
     assert (result.times.busy <= result.times.steps).all()
