@@ -41,17 +41,16 @@ def take_places(run: RunFolder, *names: str) -> None:
         write_json(slurm.places(run) / f"{name}.json", address)
 
 
-def assembled(run: RunFolder) -> list[str]:
+def assemble(run: RunFolder) -> None:
     take_places(run, "chief", "worker-0")
     cluster = slurm.assemble(run)
     assert cluster == slurm.await_cluster(run, "worker-0")
     assert spec.build(workers=1) == run.load_cluster()  # as it was checked and signed for
-    return [task.address for task in cluster.tasks]
 
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_job_that_runs_again_continues_in_a_new_generation_elsewhere(run, stopped, monkeypatch):
-    assembled(run)
+    assemble(run)
     monkeypatch.setattr(slurm, "LATER_S", 0.0)
     write_json(run.status("chief"), {"task": "chief", "state": "training", "updated_at": 1.0})
     run.request_stop(slurm.TIME_LIMIT, then=AfterStop.REQUEUE)
@@ -61,13 +60,13 @@ def test_a_job_that_runs_again_continues_in_a_new_generation_elsewhere(run, stop
     take_places(run, "worker-0")
     with pytest.raises(TimedOut):
         slurm.await_cluster(run, "worker-0")  # not that of the first attempt
-    assembled(run)
+    assemble(run)
     assert (1, None, False, {}) == (run.generation, run.outcome, run.stop_requested, run.heartbeats())
 
 
 def test_a_run_that_ended_stays_ended(run):
     run.end("succeeded", task="chief")
-    assembled(run)
+    assemble(run)
     assert "succeeded" == run.outcome.state
 
 
@@ -94,7 +93,7 @@ def test_a_task_that_does_not_start_is_waited_for_only_so_long_and_an_elastic_ru
     ],
 )
 def test_a_job_is_queued_again_unless_its_run_has_come_to_its_end(run, outcome, then, code):
-    assembled(run)
+    assemble(run)
     run.request_stop("somebody", then=then)
     if outcome:
         run.end(outcome, task="chief")
