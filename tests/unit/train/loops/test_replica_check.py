@@ -184,10 +184,10 @@ def test_a_flip_changes_one_bit_of_a_value_in_use_and_its_event_names_it(make_ru
     FlipBit(context_of(run=run), lambda: variables).before(7)
     assert not run.flip_request("chief").exists()
     before, after = np.atleast_1d(values[-1]), np.atleast_1d(variables[-1].numpy())
-    (changed,) = np.flatnonzero(before.view(np.uint32) ^ after.view(np.uint32))
+    bits = before.view(np.uint32) ^ after.view(np.uint32)
+    (changed,) = np.flatnonzero(bits)
     (event,) = [event for event in run.events() if event.event == "flipped"]
     assert ("chief", 7, changed) == (event.task, event.step, event.detail["index"])
-    bits = before.view(np.uint32) ^ after.view(np.uint32)
     assert 1 << event.detail["bit"] == bits.reshape(-1)[changed]
     assert before.reshape(-1)[changed] in (2, 3)
 
