@@ -55,7 +55,7 @@ def scale_run(
         step, done = max(run.saved_steps, default=0), run.newest_step
         swapped = stopped and _swap(planned, sh)
     if not swapped:
-        return _report_end(run, sh, f"{run.name} ended before it was scaled")
+        return foreground.report_end(run, foreground.show_until_end(run), sh, f"{run.name} ended before it was scaled")
     after = planned.cluster
     counts = {"workers_before": _workers(before), "ps_before": len(before.of(Role.PS))}
     counts |= {"workers_after": _workers(after), "ps_after": len(after.of(Role.PS))}
@@ -67,7 +67,8 @@ def scale_run(
     with Live() as live:
         trains = foreground.until_training(run, live.show)
     if not trains:
-        return _report_end(run, sh, f"{run.name} was {scaled}, and ended before every task trained again")
+        headline = f"{run.name} was {scaled}, and ended before every task trained again"
+        return foreground.report_end(run, foreground.show_until_end(run), sh, headline)
     print_lines(f"{scaled}; every task trains again after {time.monotonic() - began:.1f} s")
     return EXIT_DONE
 
@@ -152,10 +153,6 @@ def _check_data(run: RunFolder) -> None:
     version = records.read_record(run.data_version, dictionary(Record), {}).get("version")
     if version and not any(data_dir().glob(f"*/*-{version}*")):
         raise UsageError(f"the data of run {run.name!r} is not in {data_dir()}; set DATA_DIR as when the run began")
-
-
-def _report_end(run: RunFolder, sh: Shell, headline: str) -> int:
-    return foreground.report_end(run, foreground.show_until_end(run), sh, headline)
 
 
 def _workers(cluster: ClusterSpec) -> int:
