@@ -273,8 +273,7 @@ def _after_program(facts: Facts) -> Action:
     assert facts.code is not None
     if facts.scripted:
         return _after_script(facts, facts.end)
-    is_done = facts.state in (TaskState.DONE, TaskState.STOPPED)
-    if is_done or (facts.role.is_sidecar and facts.stop_requested):
+    if facts.state in (TaskState.DONE, TaskState.STOPPED) or (facts.role.is_sidecar and facts.stop_requested):
         # The program reports whether it was done: any user code can end it with exit code 0, and TensorFlow's teardown
         # can fail after the work was done.
         return BareAction.AWAIT_OUTCOME

@@ -49,8 +49,7 @@ def leave_out(cluster: ClusterSpec, missing: Collection[str], min_workers: int) 
     `cluster` has every requested task; the run needs at least `min_workers` of its workers.
     """
     workers = {task.name for task in cluster.of(Role.WORKER)}
-    left = workers - set(missing)
-    enough = len(left) >= min(min_workers, len(workers))
+    enough = len(workers - set(missing)) >= min(min_workers, len(workers))
     return frozenset(missing) if enough and set(missing) <= workers else None
 
 

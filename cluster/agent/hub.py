@@ -278,8 +278,7 @@ class HubClient(Outgoing):
                 if found := joining.read_invitation(self._run):
                     self._exchange_messages(found)
             self._received_at = float("-inf")
-            lasted = time.monotonic() - began > SILENCE_S
-            pause_s = RETRY_S if lasted else min(LONGEST_RETRY_S, pause_s * 1.5)
+            pause_s = RETRY_S if time.monotonic() - began > SILENCE_S else min(LONGEST_RETRY_S, pause_s * 1.5)
             deadline = time.monotonic() + pause_s
             while not self._stopped and (left_s := deadline - time.monotonic()) > 0:
                 self._await(left_s)
