@@ -62,8 +62,7 @@ def check_stages(cluster: ClusterSpec, config: dict[str, Any], previous: Mapping
             raise UsageError(f"{problem}: use --{option} {default}")
     if (callbacks := config.get("callbacks")) and cluster.members:
         why = "none has the whole model that callbacks are given; use --workers 0, or leave it out"
-        tasks = f"--strategy pipeline on {len(cluster.members)} tasks"
-        raise UsageError(f"--callbacks {callbacks} with {tasks}: {why}")
+        raise UsageError(f"--callbacks {callbacks} with --strategy pipeline on {len(cluster.members)} tasks: {why}")
     if ":" in (name := config.get("optimizer", {}).get("name", "")):
         use = "use an optimizer of Keras, such as adam"
         raise UsageError(f"--optimizer.name {name} with --strategy pipeline, whose stages update apart: {use}")

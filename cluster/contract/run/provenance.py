@@ -56,8 +56,7 @@ def check_trusted(run: RunFolder) -> None:
         raise UsageError(f"run {run.name!r} was not started by you on this machine: {why}; {fix}")
     changed = min((_differences(records, note) for note in notes), key=len)
     problem = f"{' and '.join(changed)} changed since you started it, perhaps by its own tasks"
-    fix = "read that first, then add --trust"
-    raise UsageError(f"run {run.name!r}: {problem}, and could run any program here; {fix}")
+    raise UsageError(f"run {run.name!r}: {problem}, and could run any program here; read that first, then add --trust")
 
 
 def check_hidden(folders: Iterable[Path]) -> None:
@@ -119,5 +118,4 @@ def _digests(run: RunFolder) -> Iterator[tuple[str, str]]:
             value = {"unreadable": True}
         if path == run.manifest and isinstance(value, dict):
             value = {name: part for name, part in value.items() if name not in ADDED_BY_TASKS}
-        text = json.dumps(value, sort_keys=True)
-        yield str(path.relative_to(run.path)), hashlib.sha256(text.encode()).hexdigest()
+        yield str(path.relative_to(run.path)), hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
