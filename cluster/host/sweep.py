@@ -227,8 +227,7 @@ class _Loop:
     def _start(self, trial: Trial) -> None:
         words = self._command(trial)
         path = [each for each in (self.sweep.code_dir, os.environ.get("PYTHONPATH", "")) if each]
-        log = _record(self.sweep.name).with_name(f"{trial.run}.log")
-        with log.open("ab") as output:
+        with _record(self.sweep.name).with_name(f"{trial.run}.log").open("ab") as output:
             self._running[trial.run] = subprocess.Popen(
                 [sys.executable, str(ROOT / "tasks.py"), *words],
                 env=os.environ | ({"PYTHONPATH": os.pathsep.join(path)} if path else {}),

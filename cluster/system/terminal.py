@@ -42,9 +42,8 @@ def _wrapped(line: str, width: int) -> list[str]:
     indent = " " * (label.end() if label and label.end() <= MAX_INDENT else len(line) - len(line.lstrip()) or 2)
     if label and " " not in line[label.end() :]:
         return [line]  # a label and a path
-    whole = _COMMAND.sub(lambda command: command[0].replace(" ", "\0"), line)
     parts = textwrap.wrap(
-        whole,
+        _COMMAND.sub(lambda command: command[0].replace(" ", "\0"), line),
         width,
         subsequent_indent=indent,
         expand_tabs=False,

@@ -100,8 +100,7 @@ class Explained:
             work = "holds a stage of the model"
         elif member.role == "ps":
             work = "nothing: this strategy has no parameter servers"
-        saves = member in self.select("chief", "worker")[:1]
-        return f"{work} and saves checkpoints" if saves else work
+        return f"{work} and saves checkpoints" if member in self.select("chief", "worker")[:1] else work
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -150,8 +149,7 @@ def explain_cluster(cluster: ClusterSpec, source: str, task: str = "") -> Explai
     """Return the explanation of a run's cluster, from the TF_CONFIG of one of its tasks."""
     member = cluster.task(task) if task else cluster.tasks[0]
     if (text := tf_config.dumps(cluster, member)) is None:
-        alone = Member(member.role.value, 0, "in no cluster: TF_CONFIG is not set")
-        return Explained(source, cluster.kind, [alone])
+        return Explained(source, cluster.kind, [Member(member.role.value, 0, "in no cluster: TF_CONFIG is not set")])
     explained = explain_text(text, source, cluster.strategy)
     if not task:
         explained.members += [Member("evaluator", each.index, "in no cluster") for each in cluster.of(Role.EVALUATOR)]

@@ -167,8 +167,7 @@ def _print_help_or_list(program: Program) -> None:
     ended: Exit | None = None
     try:
         if program.args.complete.value:
-            typed = program.core.remainder
-            if found := find_candidates(program.collection, program.parser.contexts, typed):
+            if found := find_candidates(program.collection, program.parser.contexts, program.core.remainder):
                 print("\n".join(found))
                 raise Exit
             with contextlib.suppress(ValueError):  # an open quote

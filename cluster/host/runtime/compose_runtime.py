@@ -202,8 +202,7 @@ class ContainerFaults(FaultInjector):
         identities = self.processes(task)
         pids = " ".join(str(int(identities[which]["pid"])) for which in whose)  # untrusted, for a shell
         # If the agent dies, so does the container, and this command with it.
-        container = self._container(task)
-        self._ask("exec", container, "sh", "-c", f"kill -{number} {pids}")
+        self._ask("exec", self._container(task), "sh", "-c", f"kill -{number} {pids}")
 
     def pause(self, task: str) -> None:
         container = self._container(task)

@@ -218,8 +218,7 @@ class SwarmFaults(compose_runtime.ContainerFaults):
 
     def _engine(self, task: str) -> tuple[str, ...]:
         service = f"{stack_name(self._run.path)}_{task}"
-        running = ("--filter", "desired-state=running", "--format", "{{.Node}}")
-        shown = ask_manager("service", "ps", *running, service)
+        shown = ask_manager("service", "ps", "--filter", "desired-state=running", "--format", "{{.Node}}", service)
         on = shown.splitlines()[0] if shown else ""
         if (node := next((each for each in list_nodes() if each.name == on), None)) is None:
             raise ClusterError(f"{task} runs on no host of the Swarm now; `docker service ps {service}` says why")
