@@ -264,9 +264,8 @@ class Attempt:
         if self.scripted:
             training = {task.name for task in self.spec.tasks if not self.spec.serves(task)}
             stopped = self._tasks_in(TaskState.STOPPED)  # on a request that this host may not see yet
-            is_stopped = facts.stop_requested or bool(stopped)
             all_are_done = training <= self._tasks_in(TaskState.DONE) | stopped
-            return replace(facts, stop_requested=is_stopped, all_are_done=all_are_done)
+            return replace(facts, stop_requested=facts.stop_requested or bool(stopped), all_are_done=all_are_done)
         withdrawn = TaskState.STOPPED in (facts.state, facts.chief_state)
         return replace(facts, stop_withdrawn=withdrawn and self.run.folder.stop_withdrawn(self.generation))
 

@@ -93,8 +93,7 @@ def explain(
         explained = explaining.explain_text(text, source, strategy)
     elif topology or (strategy and not run):
         options = parse_options(workers=workers, ps=ps, devices=devices, evaluator=evaluator, strategy=strategy)
-        cluster = build_cluster(Request(**options))
-        explained = explaining.explain_cluster(cluster, "the cluster of these options", task)
+        explained = explaining.explain_cluster(build_cluster(Request(**options)), "the cluster of these options", task)
     else:
         if not run and not any(folders.runs_dir().glob("*/cluster.json")):
             advice = f"set it, name its --file, or give options of up: {COMMAND} explain --workers 2"
