@@ -274,8 +274,7 @@ def _numerics(training: dict[str, Any], batch: int) -> str:
     clip = f"clipped to norm {training['clip_norm']:g}" if training["clip_norm"] else "not clipped"
     decay = f", weight decay {training['weight_decay']:g}" if training["weight_decay"] else ""
     ema = f", weights averaged by {training['ema']:g}" if training["ema"] else ""
-    precision = training["precision"]
-    precision += " (bf16 is faster on this processor)" if training["bf16_is_faster"] else ""
+    precision = training["precision"] + (" (bf16 is faster on this processor)" if training["bf16_is_faster"] else "")
     return f"precision {precision}, {training['optimizer']}, {rate} {warm}, gradients {clip}{decay}{ema}"
 
 
