@@ -122,8 +122,7 @@ class Agent:
             return
         self.exit_code = beat.exit_code
         if self.exit_code is None:
-            finished = beat.state in (TaskState.DONE, TaskState.STOPPED)
-            self.exit_code = 0 if finished else as_exit_code(-signal.SIGKILL)
+            self.exit_code = 0 if beat.state in (TaskState.DONE, TaskState.STOPPED) else as_exit_code(-signal.SIGKILL)
         self._last_generation = beat.generation
         attempt = self._attempt_in(beat.generation)
         attempt.end = attempt.recovery.end(beat.generation, EXTERNAL, "the whole task was killed", at=beat.updated_at)
