@@ -127,13 +127,11 @@ class SynchronousSteps:
             results = self._called_step(results, step_input, first + done, done, marked)
             return results, self._timer.next_batch(results, following, marked)
 
-        def start() -> tf.Tensor:
-            return tf.zeros([self._steps_per_loop, self._train_step.parts, 2])
-
         def join(results_SP2: tf.Tensor, signals_4: tf.Tensor) -> tf.Tensor:
             return tf.concat([tf.reshape(results_SP2, [-1]), signals_4], 0)
 
-        results, step_input = repeat(count, step, (self._strategy.run(start), step_input))
+        shape = [self._steps_per_loop, self._train_step.parts, 2]
+        results, step_input = repeat(count, step, (self._strategy.run(lambda: tf.zeros(shape)), step_input))
         self._timer.end((results, step_input))
         self._mark_position(Place.RESULTS, first + count, (results, step_input))
         total = self._strategy.reduce("SUM", self._strategy.run(join, args=(results, signals_4)), axis=None)
@@ -177,11 +175,9 @@ def gathering(strategy: tf.distribute.Strategy) -> Callable[[int], list[int]]:
 
 def broadcasting(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray, int], np.ndarray]:
     """Return a collective function (`[N] int64`, replica) -> the array of that replica's task."""
-
-    def placed(replica: tf.Tensor, words_N: tf.Tensor, sender: tf.Tensor) -> tf.Tensor:
-        return tf.where(replica == sender, words_N, tf.zeros_like(words_N))
-
-    broadcast = summing(strategy, placed)
+    broadcast = summing(
+        strategy, lambda replica, words_N, sender: tf.where(replica == sender, words_N, tf.zeros_like(words_N))
+    )
     return lambda words_N, sender: broadcast(words_N, tf.constant(sender, tf.int32)).numpy()
 
 

@@ -260,11 +260,9 @@ def cast_outputs(outputs_BK: Named) -> Named:
 
 def cut_part(batch: Batch, part: tf.Tensor, parts: int) -> Batch:
     """Return one of the equal parts of a batch."""
-
-    def cut(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])[part]
-
-    return tf.nest.map_structure(cut, batch)
+    return tf.nest.map_structure(
+        lambda tensor: tf.reshape(tensor, [parts, tensor.shape[0] // parts, *tensor.shape[1:]])[part], batch
+    )
 
 
 def repeat(count: tf.Tensor, body: Callable[[tf.Tensor, Any], Any], state: Any, *, parallel: int = 10) -> Any:

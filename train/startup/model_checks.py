@@ -256,9 +256,6 @@ def _trace_model(model: keras.Model, feature_shape: Named, *, cut: bool, trainin
 
 def _trace(function: Any, model: keras.Model, feature_shape: Named) -> Any:
     """Trace a function of a model's features for a batch of `loss_checks.EXAMPLES`."""
-
-    def spec(shape: tuple[int, ...], dtype: str) -> tf.TensorSpec:
-        return tf.TensorSpec([loss_checks.EXAMPLES, *shape], dtype)
-
-    specs = named.each(spec, feature_shape, input_types.input_dtypes(model, feature_shape))
+    types = input_types.input_dtypes(model, feature_shape)
+    specs = named.each(lambda shape, dtype: tf.TensorSpec([loss_checks.EXAMPLES, *shape], dtype), feature_shape, types)
     return tf.function(function, autograph=False).get_concrete_function(specs)
