@@ -20,12 +20,11 @@ _keras_reduce = trainer.reduce_per_replica
 def _reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
     multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     if reduction in ("auto", "mean", "sum") and multi_worker and strategy.extended._in_multi_worker_mode():
-        operation = "SUM" if reduction == "sum" else "MEAN"
 
         def reduce(value: Any) -> Any:
             if isinstance(value, keras.Variable):  # read here, it is that of all replicas
                 return tf.convert_to_tensor(value)
-            return strategy.reduce(operation, value, axis=None)
+            return strategy.reduce("SUM" if reduction == "sum" else "MEAN", value, axis=None)
 
         return tree.map_structure(reduce, values)
     return _keras_reduce(values, strategy, reduction)

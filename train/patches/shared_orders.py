@@ -74,8 +74,7 @@ def _get_tf_dataset(adapter: Any) -> tf.data.Dataset:
     def shuffle(values: tf.Tensor, *args: Any, **options: Any) -> tf.Tensor:
         if threading.get_ident() != thread:
             return original(values, *args, **options)
-        drawn = tf.numpy_function(lambda: order.permutation(size), [], tf.int64)
-        return tf.ensure_shape(drawn, values.shape)
+        return tf.ensure_shape(tf.numpy_function(lambda: order.permutation(size), [], tf.int64), values.shape)
 
     with _replacing:
         original, tf.random.shuffle = tf.random.shuffle, shuffle  # Keras calls it while it builds the dataset
