@@ -79,8 +79,7 @@ def _in_another_process(argv: Sequence[str] | None, arguments: argparse.Namespac
         written: list[Path] = []
         return user_code.reply(lambda: _write(arguments, written), written)
     command, subject = [sys.executable, "-m", "train.data", *(argv or sys.argv[1:])], f"dataset {arguments.name}"
-    answer = user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ)
-    store.say(answer["text"])
+    store.say(user_code.run(command, subject, "DATA_TIMEOUT_S", cwd=Path.cwd(), environment=os.environ)["text"])
     return EXIT_DONE
 
 

@@ -217,8 +217,7 @@ def train_feed(
     on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
     examples = source.examples("train") if source.in_memory and not on_tpu else None
     if examples is not None:
-        batch_slice = BatchSlice(global_batch, seed, replicas=Replicas(shards.total * micro_batches))
-        return gathering_feed(examples, batch_slice)
+        return gathering_feed(examples, BatchSlice(global_batch, seed, replicas=Replicas(shards.total * micro_batches)))
     whole = cut is None and micro_batches == 1
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:

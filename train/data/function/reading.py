@@ -353,8 +353,7 @@ class FunctionSource(Source):
             whole = whole.apply(tf.data.experimental.assert_cardinality(num_examples_read))
             return whole.skip(skipped * replica_batch).batch(replica_batch, drop_remainder=True)
 
-        first_epoch = first_step * global_batch // num_examples
-        return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(epoch_batches)
+        return tf.data.Dataset.range(first_step * global_batch // num_examples, tf.int64.max).flat_map(epoch_batches)
 
     def eval_dataset(self, replica_batch: int, replicas: Replicas) -> tf.data.Dataset:
         """Return the test batches; every task reads the whole split and takes its part, so all have as many."""
