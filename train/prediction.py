@@ -139,8 +139,7 @@ def _read_image(run: RunFolder, path: Path, inputs: dict[str, Any]) -> dict[str,
         with Image.open(path) as image:
             if image.mode.startswith(("I", "F")):  # conversion would cut its values off at 255
                 raise UsageError(f"--image {path}: its pixels have more than 8 bits; save it with 8")
-            upright = ImageOps.exif_transpose(image)
-            resized = upright.convert("L" if channels == 1 else "RGB").resize((width, height))
+            resized = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB").resize((width, height))
     except OSError as error:
         why = error.strerror or "it is not an image"
         raise UsageError(f"--image {path}: {why}; expected a PNG or JPEG file") from None

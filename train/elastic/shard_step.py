@@ -87,8 +87,7 @@ class ElasticTrainStep(TrainStep):
         self.state.assign(computed.state, self._add_up)
         gradients = self.without_unconnected([tf.cast(gradient, tf.float32) for gradient in total])
         self.policy.apply(gradients, self.model.trainable_variables)
-        losses_n = self.policy.checked(computed.results_n2[:, 0], [])
-        results_n2 = tf.stack([losses_n, computed.results_n2[:, 1]], 1)
+        results_n2 = tf.stack([self.policy.checked(computed.results_n2[:, 0], []), computed.results_n2[:, 1]], 1)
         return tf.tensor_scatter_nd_update(tf.zeros([self.parts, 2]), computed.numbers_n[:, tf.newaxis], results_n2)
 
     def _counts(self, batch_of: Callable[[tf.Tensor], Batch], numbers_n: tf.Tensor) -> tf.Tensor:

@@ -99,6 +99,5 @@ def summarize(totals_N2M: np.ndarray, objective: Objective, penalty: float) -> d
     parts = zip(objective.reported, sums, counts, strict=True)
     means = {f"eval_{name}": total / count if count else 0.0 for name, total, count in parts}
     if objective.heads:  # heads may have different masks
-        losses = (head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
-        means["eval_loss"] = sum(losses)
+        means["eval_loss"] = sum(head.weight * means[f"eval_{name}_loss"] for name, head in objective.heads.items())
     return means | {"eval_loss": means["eval_loss"] + penalty}

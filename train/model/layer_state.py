@@ -159,8 +159,7 @@ class LayerState:
     """Combines the states of the parts of a step. Methods are called on replicas while a graph is traced."""
 
     def __init__(self, model: keras.Model, parts: int) -> None:
-        several = parts > 1 and isinstance(model, keras.Model)  # not tf_keras
-        self.variables = variables_of(model) if several else []
+        self.variables = variables_of(model) if parts > 1 and isinstance(model, keras.Model) else []  # not tf_keras
         for variable in self.variables:
             if hasattr(variable._value, "_aggregation") and variable.aggregation != "none":
                 variable._value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA  # replicas assign the same

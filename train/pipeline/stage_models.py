@@ -102,8 +102,7 @@ def partition_model(
     slots = sum(variable.shape == weight.shape for variable in optimizer.variables)
     copies = slots + (config.micro_batches > 1)  # a gradient, and the sum of the previous ones
     micro_batch = config.global_batch // (pipelines * config.micro_batches)
-    block_costs = [model_blocks.estimate_cost(block, micro_batch, copies) for block in blocks]
-    costs = partition(block_costs, constraints, cut)
+    costs = partition([model_blocks.estimate_cost(block, micro_batch, copies) for block in blocks], constraints, cut)
     models = build_models(model, [blocks[stage.first : stage.last] for stage in costs], micro_batch)
     unmerged = {id(weight) for stage in models for weight in layer_state.unmerged_weights(stage.model)}
     assigned = [variable.path for stage in models for variable in stage.changed if id(variable) in unmerged]

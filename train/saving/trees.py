@@ -122,8 +122,7 @@ def parts_of_model(model: Any) -> dict[str, Any]:
     found = Mirror(tf.train.Checkpoint(model=model), lambda variable: variable).pairs
     known = {id(variable) for variable, _ in found}
     # Without the states of random generators, from which steps do not draw.
-    variables = [*map(unwrap, model.weights), *layer_state.tensorflow_variables(model).values()]
-    parts = {"untracked": variables}
+    parts = {"untracked": [*map(unwrap, model.weights), *layer_state.tensorflow_variables(model).values()]}
     if hasattr(model, "metrics_variables"):  # not tf_keras, which hides nothing
         optimizers = layer_state.own_optimizers(model).values()
         parts["own_optimizers"] = [unwrap(variable) for optimizer in optimizers for variable in optimizer.variables]
@@ -230,8 +229,7 @@ class Joint:
 
             scratch = str(parts / f"keys-{self.number}")
             Mirror(copy.checkpoint, without_value).checkpoint.write(scratch)
-            names = read_keys(scratch).items()
-            self._keys = {id(variables[name]): key for name, key in names if name in variables}
+            self._keys = {id(variables[name]): key for name, key in read_keys(scratch).items() if name in variables}
         tf.raw_ops.SaveV2(
             prefix=str(parts / str(self.number)),
             tensor_names=[self._keys[id(variable)] for variable in owned],

@@ -116,8 +116,7 @@ def _check_ranges(config: TrainConfig, model: keras.Model, source: Source) -> No
     if not source.in_memory:
         return
     leaves, files = source.record.train.example["features"], source.record.train.files
-    types = input_types.input_dtypes(model, leaves)
-    features = named.in_words(named.each(lambda *both: both, leaves, types))
+    features = named.in_words(named.each(lambda *both: both, leaves, input_types.input_dtypes(model, leaves)))
     for file, (which, (leaf, dtype)) in zip(files, features.items(), strict=False):  # then files of labels
         if not leaf.dtype.startswith("int") or (dtype == "float32" and getattr(model, "inputs", None)):
             continue  # Keras also rounds for a float input

@@ -34,8 +34,7 @@ def record_environment(run: RunFolder, dataset: str, source: Source) -> None:
                 again = f"{advice(record.kind, record.name)}, then start again"
                 raise RunFailed(f"{file.path} has changed since it was prepared; {again}")
         files = {file.path.name: file.sha256 for file in record.files}
-        made_from = dict(record.source_files)
-        data = {"name": dataset, "version": record.version, "files": files, "made_from": made_from}
+        data = {"name": dataset, "version": record.version, "files": files, "made_from": dict(record.source_files)}
     write_json(run.manifest, manifest | {"data": data, "environment": environment})
 
 

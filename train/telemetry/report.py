@@ -139,8 +139,7 @@ class Report(Action):
                 if weights:
                     saved_weights.assign_values(exported, weights)
                 else:  # the model has those of a pipeline's checkpoint
-                    prefix = Saved(context.run.checkpoints, step).prefix
-                    saved_weights.load_averages(self._config, exported, prefix)
+                    saved_weights.load_averages(self._config, exported, Saved(context.run.checkpoints, step).prefix)
                 source = context.source
                 export.export(exported, context.run.export, source.feature_shape, source.named_outputs)
                 context.run.event(context.task.name, "exported", step=step)
