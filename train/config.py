@@ -193,10 +193,7 @@ class TrainConfig:
         if self.check_replicas != timer.AUTO and not (
             isinstance(self.check_replicas, int) and self.check_replicas >= 0
         ):
-            raise UsageError(
-                f"--check-replicas {self.check_replicas!r}: expected auto, optimizer steps such as 100, or 0 "
-                "for no comparison"
-            )
+            raise UsageError(f"--check-replicas {self.check_replicas!r}: expected auto, a number of steps, or 0 (off)")
         self.optimizer.check()
         self.transformer.check()
         parts.parse_losses(self.loss)

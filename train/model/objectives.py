@@ -184,9 +184,7 @@ def _loss(loss: str) -> PerExample:
         return Averaged(LOSSES[loss])
     loaded = references.load_object("--loss", loss)
     if isinstance(loaded, type):
-        raise UsageError(
-            f"--loss {loss!r} is a class; expected a function of (labels, outputs), such as keras.losses:huber"
-        )
+        raise UsageError(f"--loss {loss!r} is a class; expected a function, such as keras.losses:huber")
     function = _converted(loaded)
 
     def values(labels: Named, outputs: Named) -> tf.Tensor:

@@ -39,10 +39,8 @@ def _check_micro_batches(model: keras.Model, replicas: int, micro_batches: int) 
 def _check_optimizers(model: keras.Model) -> None:
     """Check that no optimizer of the model itself would create variables in `train_step`, which no checkpoint has."""
     if unbuilt := [name for name, optimizer in layer_state.own_optimizers(model).items() if not optimizer.built]:
-        raise UsageError(
-            f"--loop fit: {type(model).__name__}.{unbuilt[0]} has no variables yet; call its build(variables) where "
-            "the model is made"
-        )
+        attribute = f"{type(model).__name__}.{unbuilt[0]}"
+        raise UsageError(f"--loop fit: {attribute} has no variables; call its build(variables) in the model's function")
 
 
 def warn_of_sum(model: keras.Model, replicas: int) -> None:

@@ -65,8 +65,7 @@ def take_credentials(url: str) -> str:
         allowed = "; ".join(f"{', '.join(names)} ({name})" for name, names in PARAMETERS.items())
         raise UsageError(
             f"--mirror {shown!r}: expected s3://BUCKET/PATH, gs://BUCKET/PATH or file:///PATH, with KEY:SECRET@ before "
-            f"a bucket of s3 or anonymous@ before one of gs, and behind a ? at most {allowed}; "
-            "write @ as %40, and a space as %20"
+            f"a bucket of s3 or anonymous@ before one of gs, and behind a ? at most {allowed}; @ is %40, a space is %20"
         )
     if has_keys:
         os.environ |= {"AWS_ACCESS_KEY_ID": unquote(key), "AWS_SECRET_ACCESS_KEY": unquote(secret)}

@@ -127,10 +127,7 @@ def call_function(name: str, split: str, shard: Shard) -> Any:
     if not callable(function):
         raise UsageError(f"--dataset {name!r} is a {type(function).__name__}; expected a function of (split, shard)")
     if not references.accepts_arguments(function, "train", None):
-        raise UsageError(
-            f"--dataset {name!r} does not take (split, shard), which --source function passes; change it, or omit "
-            "--source"
-        )
+        raise UsageError(f"--dataset {name!r}: expected a function of (split, shard), or no --source function")
     # The status makes autograph convert mapped functions in graphs, too.
     with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED), _shuffled_by(shard.seed):
         returned = references.call_user_function("--dataset", name, function, split, shard)
